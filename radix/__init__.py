@@ -1,0 +1,1 @@
+"""What is cached and where: rows of hidden states, the tree component that owns them, tail planning."""

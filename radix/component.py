@@ -1,0 +1,268 @@
+"""The tree component that owns rows: SGLang's MAMBA component without any recurrent state.
+
+SGLang's UnifiedRadixCache runs a hybrid model with a FULL component (KV) and a MAMBA component (recurrent states).
+Here the MAMBA component stores no state: its value stays None for ever, so every token boundary is a match, nothing is
+copied on a hit, and SGLang's accounting of state slots holds (each slot belongs to a running request or is free). What
+it keeps instead is a RowSpan in the node's metadata: row ids per token, on the host, moved and freed with the node.
+
+Rows follow the node and not the KV slot, because node data is host memory: whether a tail is whole is known at match
+time without reading a device tensor, and a node whose KV moves to another tier keeps its rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.components.mamba_component import MambaComponent
+from sglang.srt.mem_cache.unified_cache.components.tree_component import PrepareLoadBackResult, TreeComponent
+
+from sglang_tailreplay.radix.boundary import usable_boundary
+from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, RowPool, RowSpan, no_rows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+_FULL = ComponentType.FULL
+_ROWS = "tail_replay_rows"
+
+
+class Tail(NamedTuple):
+    """The last tokens of a matched prefix."""
+
+    rows: np.ndarray  # [k] int64
+    generation: int  # the highest one on the whole matched path
+
+
+class TailReplayComponent(MambaComponent):
+    """MAMBA component with rows instead of states; UnifiedRadixCache makes it (`component_registry_override`)."""
+
+    def __init__(self, cache: UnifiedRadixCache, params: CacheInitParams):
+        # Past MambaComponent.__init__, which reads the settings of the states that this one does not keep.
+        TreeComponent.__init__(self, cache, params)
+        self._mamba_pool_host = None
+        self.mamba_max_states_per_path = -1
+        self.pool = RowPool(0)
+        self._holders: dict[int, UnifiedTreeNode] = {}
+        self._requests: weakref.WeakSet[RequestRows] = weakref.WeakSet()
+
+    # ---- rows of running requests ----
+
+    def set_pool(self, pool: RowPool) -> None:
+        self.pool = pool
+
+    def track(self, req: Req) -> RequestRows:
+        """The request's rows, made on first use. If the request object dies unreleased, its rows return to the pool."""
+        rows = getattr(req, "tail_replay", None)
+        if rows is None:
+            rows = req.tail_replay = RequestRows()
+            self._requests.add(rows)
+            weakref.finalize(req, self._release, rows).atexit = False
+        return rows
+
+    def _release(self, rows: RequestRows) -> None:
+        self.pool.free(rows.release())
+
+    def alloc(self, n: int) -> np.ndarray:
+        """[n] row ids. Where the store has no room the *first* are NO_ROW, so that the rows there are make a tail."""
+        if self.pool.free_rows < n:
+            self._evict_rows(n - self.pool.free_rows)
+        ids = self.pool.alloc(n)
+        return ids if len(ids) == n else np.concatenate((no_rows(n - len(ids)), ids))
+
+    def _evict_rows(self, wanted: int) -> None:
+        """Take rows from the nodes used longest ago, sparing locked ones: their tails may be fetched any moment."""
+        # A little more than wanted, so that a full store does not sort its nodes for every decode step.
+        goal = min(wanted + self.pool.capacity // 64, self.pool.capacity)
+        unlocked = [n for n in self._holders.values() if n.component_data[_FULL].lock_ref == 0]
+        for node in sorted(unlocked, key=lambda n: n.last_access_time):
+            if self.pool.free_rows >= goal:
+                return
+            self._drop_rows(node)
+
+    # ---- rows of nodes ----
+
+    def span(self, node: UnifiedTreeNode) -> RowSpan | None:
+        return node.component_data[self.component_type].metadata.get(_ROWS)
+
+    def _set_span(self, node: UnifiedTreeNode, span: RowSpan) -> None:
+        node.component_data[self.component_type].metadata[_ROWS] = span
+        self._relist(node)
+
+    def _relist(self, node: UnifiedTreeNode) -> None:
+        """Keep the list of nodes that hold rows true after a change of node's span."""
+        if (self.span(node).ids != NO_ROW).any():
+            self._holders[node.id] = node
+        else:
+            self._holders.pop(node.id, None)
+
+    def _drop_rows(self, node: UnifiedTreeNode) -> None:
+        """Free the node's rows. Its span stays, because the generation of its KV is still needed."""
+        span = self.span(node)
+        if span is not None:
+            self.pool.free(span.ids)
+            span.ids = no_rows(len(span.ids))
+            self._relist(node)
+
+    def validity(self, node: UnifiedTreeNode) -> np.ndarray:
+        """[tokens from the root to the end of node] bool: which have a row."""
+        parts = []
+        while node is not self.tree_core.root_node:
+            span = self.span(node)
+            parts.append(span.ids != NO_ROW if span is not None else np.zeros(len(node.key), dtype=bool))
+            node = node.parent
+        return np.concatenate(parts[::-1]) if parts else np.zeros(0, dtype=bool)
+
+    def usable_boundary(self, node: UnifiedTreeNode, m: int, tail_length: Callable[[int], int]) -> int:
+        """The longest boundary <= m on the path to node whose tail is whole. node ends at token m."""
+        if not (self.tail(node, tail_length(m)).rows == NO_ROW).any():
+            return m
+        return usable_boundary(self.validity(node), tail_length)
+
+    def tail(self, node: UnifiedTreeNode, k: int) -> Tail:
+        """The last k tokens before the end of node (NO_ROW where a token has none)."""
+        parts, missing, generation = [], k, 0
+        while node is not self.tree_core.root_node:
+            span = self.span(node)
+            if span is not None:
+                generation = max(generation, span.generation)
+            if missing > 0:
+                ids = span.ids if span is not None else no_rows(len(node.key))
+                parts.append(ids[-missing:])
+                missing -= len(parts[-1])
+            node = node.parent
+        assert missing == 0, f"a tail of {k} tokens is {missing} longer than its prefix"
+        return Tail(np.concatenate(parts[::-1]) if parts else no_rows(0), generation)
+
+    def _adopt(self, node: UnifiedTreeNode, begin: int, rows: RequestRows | None) -> None:
+        """Give the node, whose tokens are [begin, begin + len(key)) of an inserted request, the rows it lacks."""
+        if rows is None:
+            return
+        span = self.span(node)
+        if span is None:
+            span = RowSpan(no_rows(len(node.key)), rows.generation)
+            self._set_span(node, span)
+        lacking = np.flatnonzero(span.ids == NO_ROW)
+        if len(lacking) == 0:
+            return
+        # Only the stretch that lacks rows is moved; what the node has stays and the request's copy is freed later.
+        lo, hi = int(lacking[0]), int(lacking[-1]) + 1
+        offered = rows.move(begin + lo, begin + hi)
+        empty = span.ids[lo:hi] == NO_ROW
+        if (offered[empty] != NO_ROW).any():
+            span.generation = max(span.generation, rows.generation)
+        span.ids[lo:hi][empty] = offered[empty]
+        self.pool.free(offered[~empty])
+        self._relist(node)
+
+    # ---- hooks of the tree: matching ----
+
+    def create_match_validator(self, match_device_only: bool = False):
+        # Every boundary. A hit with an incomplete tail is shrunk by the cache before the request sees it.
+        return lambda node: True
+
+    def finalize_match_result_in_tree_core(self, result, *args, **kwargs):
+        return result
+
+    def finalize_match_result_in_cache(self, params, result):
+        return result
+
+    def refresh_lru(self, *args, **kwargs) -> None:
+        pass
+
+    # ---- hooks of the tree: inserting ----
+
+    def prepare_for_caching_req(
+        self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        insert_params.tail_replay = getattr(req, "tail_replay", None)
+        return None
+
+    def update_component_on_insert_overlap(
+        self, node, prefix_len: int, total_prefix_len: int, value_slice, params: InsertParams, cache_actions
+    ) -> int:
+        self._adopt(node, total_prefix_len, getattr(params, "tail_replay", None))
+        return prefix_len
+
+    def recover_after_unevict(self, node, prefix_len: int, total_prefix_len: int, params, cache_actions) -> None:
+        self._adopt(node, total_prefix_len, getattr(params, "tail_replay", None))
+
+    def commit_insert_component_data(
+        self, node, is_new_leaf: bool, params: InsertParams, result: InsertResult, cache_actions
+    ) -> None:
+        if is_new_leaf:
+            self._adopt(node, result.prefix_len, getattr(params, "tail_replay", None))
+
+    def cleanup_after_caching_req(self, req: Req, is_finished: bool, insert_result=None, insert_params=None) -> None:
+        rows = getattr(req, "tail_replay", None)
+        if rows is not None:
+            # An unfinished request was inserted up to its prefix; rows left below it are copies the tree did not need.
+            self.pool.free(rows.release() if is_finished else rows.release_until(len(req.prefix_indices)))
+        if is_finished and req.mamba_pool_idx is not None:
+            self.cache.req_to_token_pool.free_mamba_cache(req)
+
+    # ---- hooks of the tree: splitting and deleting ----
+
+    def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
+        super().redistribute_on_node_split(new_parent, child)
+        span = self.span(child)
+        if span is not None:
+            self._set_span(new_parent, span.split(len(new_parent.key)))
+            self._relist(child)
+
+    def discard_deleted_session_leaf(self, node: UnifiedTreeNode) -> None:
+        # The one hook that the tree calls for every node it removes.
+        super().discard_deleted_session_leaf(node)
+        self._drop_rows(node)
+
+    def forget_nodes(self) -> None:
+        """The tree was reset: every span is gone with its node."""
+        for node in list(self._holders.values()):
+            self._drop_rows(node)
+
+    # ---- hooks of the tree: locks and tiers, which are FULL's business ----
+
+    def acquire_component_lock(self, node, result, lock_host: bool = False):
+        return result
+
+    def release_component_lock(self, *args, **kwargs) -> None:
+        pass
+
+    def prepare_load_back(self, *args, **kwargs) -> PrepareLoadBackResult:
+        return PrepareLoadBackResult()
+
+    def build_hicache_transfers(self, *args, **kwargs) -> None:
+        return None
+
+    def commit_hicache_transfer(self, *args, **kwargs) -> None:
+        pass
+
+    def drive_host_eviction(self, *args, **kwargs) -> None:
+        pass
+
+    def free_host_values(self, values) -> None:
+        pass
+
+    # ---- checks ----
+
+    def check_invariants(self) -> None:
+        """Recount rows from the live nodes and requests; AssertionError names what is broken."""
+        spans = []
+        for node in self.tree_core._node_arena.values():
+            span = self.span(node)
+            if span is None:
+                continue
+            assert len(span.ids) == len(node.key), f"node {node.id}: {len(span.ids)} rows for {len(node.key)} tokens"
+            held = bool((span.ids != NO_ROW).any())
+            assert held == (node.id in self._holders), f"node {node.id}: holds rows {held}, but is listed otherwise"
+            spans.append(span.ids)
+        for node in self._holders.values():
+            assert self.tree_core._node_arena.get(node.id) is node, f"node {node.id} is gone but holds rows"
+        self.pool.check_invariants([*spans, *(rows.ids for rows in self._requests)])

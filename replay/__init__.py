@@ -1,0 +1,1 @@
+"""Rebuilding recurrent states from cached rows. Never imports sglang."""

@@ -1,0 +1,1 @@
+"""Prefix caching at any token for Gated DeltaNet hybrid models in SGLang."""

@@ -1,0 +1,84 @@
+"""Taking hidden states out of a forward pass: what enters the first GDN layer of every group.
+
+SGLang hands a layer's incoming residual stream to `captured_last_layer_outputs` (the hook of its draft models): exact,
+with all fusions and reductions done. Eager passes copy it aside and send it to the row store at once, group by group.
+Inside decode CUDA graphs it is copied to a fixed buffer, which is emptied after the graph has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sglang_tailreplay.radix.rows import NO_ROW
+
+# group or None for all, hidden states [T, d] or [G, T, d], row ids [T]
+WriteOut = Callable[[int | None, torch.Tensor, np.ndarray], object]
+
+
+class Capture:
+    """One forward pass at a time; `begin` and `end` are called around it."""
+
+    def __init__(self, row_of_layer: dict[int, int], write_out: WriteOut, in_graph_capture: Callable[[], bool]):
+        self._row_of_layer = row_of_layer
+        self._write_out = write_out
+        self._in_graph_capture = in_graph_capture
+        self._graph_buffer: torch.Tensor | None = None  # [G, max batch, d]
+        self._rows: np.ndarray | None = None
+        self._missing: set[int] = set()
+
+    def allocate_graph_buffer(self, max_batch: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+        """Must run before CUDA graphs are captured: its address becomes part of them."""
+        shape = (len(self._row_of_layer), max_batch, hidden_size)
+        self._graph_buffer = torch.zeros(shape, dtype=dtype, device=device)
+
+    def sink_for(self, layer: int) -> Sink | None:
+        """What to give layer as `captured_last_layer_outputs`; None if nothing of it is to be stored."""
+        row = self._row_of_layer.get(layer)
+        if row is None or (self._rows is None and not self._in_graph_capture()):
+            return None
+        return Sink(self, row)
+
+    def begin(self, rows: np.ndarray | None) -> None:
+        """A forward pass over len(rows) tokens starts; None or all NO_ROW: nothing is stored."""
+        self._rows = rows if rows is not None and (rows != NO_ROW).any() else None
+        self._missing = set(self._row_of_layer.values()) if self._rows is not None else set()
+
+    def end(self, ran_graph: bool) -> None:
+        """The pass was launched. AssertionError if a group's hidden states did not come out of it."""
+        rows, missing, self._rows, self._missing = self._rows, self._missing, None, set()
+        if rows is None:
+            return
+        if ran_graph:
+            # The next graph overwrites the buffer; the copy is in order behind this one and before that one.
+            self._write_out(None, self._graph_buffer[:, : len(rows)].clone(), rows)
+        else:
+            assert not missing, f"the forward pass went past the capture of groups {sorted(missing)}"
+
+    def abandon(self) -> None:
+        """The pass failed; its rows are never read, because its requests fail with it."""
+        self._rows, self._missing = None, set()
+
+    def receive(self, row: int, hidden: torch.Tensor) -> None:
+        """hidden [T', d], T' >= T where the pass is padded. It may change as soon as this returns."""
+        if self._in_graph_capture():
+            n = min(hidden.shape[0], self._graph_buffer.shape[1])
+            self._graph_buffer[row, :n].copy_(hidden[:n])
+            return
+        self._missing.discard(row)
+        self._write_out(row, hidden[: len(self._rows)].clone(), self._rows)
+
+
+class Sink:
+    """Stands where SGLang expects a list of captured hidden states (AuxHiddenStateAccumulator)."""
+
+    copies_on_append = True  # SGLang need not clone for us
+
+    def __init__(self, capture: Capture, row: int):
+        self._capture = capture
+        self._row = row
+
+    def append(self, hidden: torch.Tensor) -> None:
+        self._capture.receive(self._row, hidden)

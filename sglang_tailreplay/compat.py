@@ -1,0 +1,162 @@
+"""All that depends on the version of SGLang: the symbols that are hooked, and the few calls whose shape may change.
+
+Every target is listed with the parameters it must have; `missing_targets()` compares them with the installed SGLang, so
+that an unknown version stops the start with the name of what changed instead of failing somewhere in a request.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """A function or method of SGLang and the leading parameters that our hook relies on."""
+
+    path: str
+    parameters: tuple[str, ...]
+
+
+_0_5_17 = {
+    # every process, whatever backend is chosen
+    "server_args_post_init": Target("sglang.srt.server_args.ServerArgs.__post_init__", ("self",)),
+    "validate_no_buffer": Target(
+        "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer", ("self", "view", "model_arch")
+    ),
+    "validate_request": Target(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
+    ),
+    "scheduler_init": Target("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args")),
+    # the scheduler process, when the backend is chosen
+    "state_slots": Target(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        ("self", "total_rest_memory"),
+    ),
+    "slots_per_request": Target(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio", ("self",)
+    ),
+    "pools_ready": Target(
+        "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components", ("self",)
+    ),
+    "gdn_layer": Target(
+        "sglang.srt.models.qwen3_5.Qwen3_5LinearDecoderLayer.forward", ("self", "hidden_states", "residual")
+    ),
+    "plan_extend": Target(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._collect_deferred_mamba_cow_and_clear", ("self", "reqs")
+    ),
+    "plan_decode": Target("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode", ("self",)),
+    "mix": Target("sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running", ("self", "running_batch")),
+    "carry": Target(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", ("cls", "batch", "model_runner")
+    ),
+    "states_cleared": Target(
+        "sglang.srt.model_executor.model_runner.ModelRunner._maybe_execute_deferred_mamba_cow_and_clear",
+        ("self", "forward_batch"),
+    ),
+    "forward": Target("sglang.srt.model_executor.model_runner.ModelRunner.forward", ("self", "forward_batch")),
+    "cached_tokens_details": Target(
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
+        ("self", "req"),
+    ),
+    "idle_check": Target(
+        "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
+        ("self",),
+    ),
+}
+
+VERSIONS: dict[str, dict[str, Target]] = {"0.5.17": _0_5_17}
+
+
+def installed_version() -> str:
+    return importlib.metadata.version("sglang")
+
+
+def version_problem() -> str | None:
+    """Why the installed SGLang cannot be used, or None."""
+    version = installed_version()
+    if version not in VERSIONS:
+        return f"SGLang {version} is not supported; install one of: {', '.join(VERSIONS)} (pip install sglang==VERSION)"
+    return None
+
+
+def target(name: str) -> Target:
+    return VERSIONS[installed_version()][name]
+
+
+def resolve(path: str) -> Any:
+    """The function at path, unwrapped from class- and staticmethod."""
+    owner, attribute = path.rsplit(".", 1)
+    value = inspect.getattr_static(pkgutil.resolve_name(owner), attribute)
+    return value.__func__ if isinstance(value, classmethod | staticmethod) else value
+
+
+def signature_problem(wanted: Target) -> str | None:
+    """What is wrong with a target in the installed SGLang, or None."""
+    try:
+        found = tuple(inspect.signature(resolve(wanted.path)).parameters)
+    except (ImportError, AttributeError) as error:
+        return f"{wanted.path} does not exist ({error})"
+    if found[: len(wanted.parameters)] != wanted.parameters:
+        return f"{wanted.path} takes {found}, expected {wanted.parameters} first"
+    return None
+
+
+# ---- calls whose shape depends on the version ----
+
+
+def resolved_view(server_args: Any) -> Any:
+    """ServerArgs with the values that SGLang has resolved so far."""
+    from sglang.srt.arg_groups.overrides import resolved_view as view
+
+    return view(server_args)
+
+
+def chosen_state_slots() -> int | None:
+    from sglang.srt.runtime_context import get_schedule
+
+    return get_schedule().max_mamba_cache_size
+
+
+def chosen_max_running_requests() -> int | None:
+    from sglang.srt.runtime_context import get_schedule
+
+    return get_schedule().max_running_requests
+
+
+def choose_state_slots(slots: int) -> None:
+    from sglang.srt.runtime_context import get_context
+
+    get_context().override("tail_replay.state_slots", max_mamba_cache_size=slots)
+
+
+def state_bytes(configurator: Any) -> int:
+    """Bytes of one request's conv and recurrent states."""
+    return configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req
+
+
+def create_cache(ctx: Any, cache_class: type, component_class: type) -> Any:
+    """SGLang's _create_unified_radix_cache for a hybrid model, with our classes."""
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    ctx.params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
+    ctx.params.component_registry_override = {ComponentType.MAMBA: component_class}
+    return cache_class(ctx.params)
+
+
+def decode_graph_batches(model_runner: Any) -> list[int]:
+    """Batch sizes for which decode CUDA graphs will be captured; empty where they are off."""
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import get_batch_sizes_to_capture
+
+    if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
+        return []
+    sizes, _ = get_batch_sizes_to_capture(model_runner, 1)
+    return sizes
+
+
+def in_graph_capture() -> bool:
+    """Whether SGLang is capturing CUDA graphs, its warm-up forwards included."""
+    from sglang.srt.model_executor.runner import get_is_capture_mode
+
+    return get_is_capture_mode()

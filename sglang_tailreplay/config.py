@@ -1,0 +1,108 @@
+"""Settings: one frozen dataclass, read from the environment, filled by the launcher's flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_tailreplay.errors import TailReplayError
+
+BACKEND = "tail_replay"
+ENVIRONMENT = "SGLANG_TAILREPLAY"
+MODES = ("replay", "zero", "off")
+CONV_WIDTH = 4  # a shorter tail could not even fill the convolution window of the first replayed layer
+
+
+def _refuse(key: str, value: Any, wanted: str) -> TailReplayError:
+    where = f"key {key!r} of {ENVIRONMENT}, flag --tail-replay-{dashed(key)}"
+    return TailReplayError(f"{key}={value!r}: {wanted} ({where})")
+
+
+def dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def check_ratio(value: Any, key: str = "ratio") -> float:
+    """A replay ratio r in (0, 1]; TailReplayError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _refuse(key, value, "the replay ratio must be a number in (0, 1]")
+    return float(value)
+
+
+def _check_count(key: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _refuse(key, value, f"must be a whole number of at least {least}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TailReplayConfig:
+    """Validates itself; TailReplayError names the bad key."""
+
+    mode: str = "replay"  # replay; zero: reuse KV, states from zero (the paper's baseline); off: SGLang's own cache
+    ratio: float = 0.05  # r: share of the matched prefix that is replayed
+    min_tokens: int = 64  # k_min: never replay less, unless the prefix is shorter
+    max_tokens: int | None = None  # k_max: never replay more
+    host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
+    overlap: bool = True  # replay and copies on their own streams; off: one after the other (ablation)
+    skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
+    self_check: bool = True  # at start, compare one replay with a prefill
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise _refuse("mode", self.mode, f"must be one of {', '.join(MODES)}")
+        check_ratio(self.ratio)
+        _check_count("min_tokens", self.min_tokens, CONV_WIDTH)
+        if self.max_tokens is not None:
+            _check_count("max_tokens", self.max_tokens, self.min_tokens)
+        if self.host_gb is not None and not (
+            isinstance(self.host_gb, int | float) and not isinstance(self.host_gb, bool) and self.host_gb > 0
+        ):
+            raise _refuse("host_gb", self.host_gb, "must be a positive number of GiB")
+        for key in ("overlap", "skip", "self_check"):
+            if not isinstance(getattr(self, key), bool):
+                raise _refuse(key, getattr(self, key), "must be true or false")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> TailReplayConfig:
+        """Parse the JSON object in SGLANG_TAILREPLAY; defaults where it is unset."""
+        text = environ.get(ENVIRONMENT, "").strip() or "{}"
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TailReplayError(f"{ENVIRONMENT} is not JSON ({error}); an example: '{{\"ratio\": 0.05}}'") from None
+        if not isinstance(values, dict):
+            raise TailReplayError(f"{ENVIRONMENT} must hold a JSON object, not {text}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise TailReplayError(f"{ENVIRONMENT}: unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
+        return cls(**values)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The launcher's flags; a flag that is not given leaves the environment's value or the default."""
+    group = parser.add_argument_group("Tail-Replay")
+
+    def add(key: str, **kwargs: Any) -> None:
+        group.add_argument(f"--tail-replay-{dashed(key)}", dest=key, default=argparse.SUPPRESS, **kwargs)
+
+    add("mode", choices=MODES, help="replay (default); zero: reuse KV, states from zero; off: SGLang's own cache")
+    add("ratio", type=float, help="share of the matched prefix to replay, in (0, 1] (default 0.05)")
+    add("min_tokens", type=int, help="replay at least this many tokens (default 64)")
+    add("max_tokens", type=int, help="replay at most this many tokens (default: no limit)")
+    add("host_gb", type=float, help="GiB of host memory for rows (default: fits all KV slots, at most half of free)")
+    for flag, key, text in (
+        ("no-overlap", "overlap", "replay, row copies and forward passes one after the other"),
+        ("no-skip", "skip", "compute the whole last layer of every group"),
+        ("no-self-check", "self_check", "start without comparing a replay with a prefill"),
+    ):
+        group.add_argument(
+            f"--tail-replay-{flag}", dest=key, action="store_false", default=argparse.SUPPRESS, help=text
+        )

@@ -1,0 +1,67 @@
+"""What SGLang's CPU path needs besides kernels, registered with SGLang's HookRegistry from this project's plugin."""
+
+import functools
+import pkgutil
+
+import torch
+
+from sglang_tailreplay.cpu import kernels, stand_in_active
+
+PINNING_FUNCTIONS = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like")
+
+
+def rmsnorm_gated_forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+    """Output norm of a GDN layer, which SGLang runs in Triton unless the CPU has AMX."""
+    if not self.norm_before_gate or self.group_size not in (None, x.shape[-1]) or self.bias is not None:
+        raise NotImplementedError("the CPU gated RMSNorm takes norm_before_gate=True, one group and no bias")
+    return kernels.rmsnorm_gated(x, self.weight, z, self.eps)
+
+
+# (target, replacement); `register` raises where a target is gone.
+REPLACEMENTS = [
+    ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", rmsnorm_gated_forward),
+]
+
+
+def register() -> list[str]:
+    """Registers the CPU hooks and returns their targets; none where the real CPU build of sgl_kernel is installed.
+
+    Raises LookupError if SGLang has no such target: HookRegistry itself would only log that and go on.
+    """
+    if not stand_in_active():
+        return []
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    ignore_pin_memory()
+    for target, replacement in REPLACEMENTS:
+        require_target(target)
+        HookRegistry.register(target, replacement, HookType.REPLACE)
+    return [target for target, _ in REPLACEMENTS]
+
+
+def require_target(target: str) -> None:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"this SGLang has no {target}, which the CPU backend has to replace") from error
+
+
+def ignore_pin_memory() -> None:
+    """Makes `pin_memory` mean nothing in this process where no accelerator could read pinned memory.
+
+    SGLang pins unconditionally in places (constrained decoding, for one) and torch raises without an accelerator.
+    """
+    if torch.accelerator.is_available() or hasattr(torch.empty, "ignores_pin_memory"):
+        return
+    for name in PINNING_FUNCTIONS:
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self
+
+
+def _without_pinning(function):
+    @functools.wraps(function)
+    def unpinned(*args, pin_memory=False, **kwargs):
+        return function(*args, **kwargs)
+
+    unpinned.ignores_pin_memory = True
+    return unpinned

@@ -1,0 +1,4 @@
+from ...missing import missing_class as __getattr__
+from .. import InterpolationMode
+
+__all__ = ["InterpolationMode", "__getattr__"]

@@ -1,0 +1,138 @@
+"""What Tail-Replay needs of ServerArgs: settings it sets, settings it refuses.
+
+Every refusal is one line that names the flag and the way out. The checks run in the process that parses the arguments,
+before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang_tailreplay import compat
+from sglang_tailreplay.config import BACKEND, TailReplayConfig
+from sglang_tailreplay.errors import TailReplayError
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_OFF = "or choose SGLang's own cache with --tail-replay-mode off"
+
+
+class Refusal(NamedTuple):
+    """A setting that cannot be combined with Tail-Replay."""
+
+    applies: Callable[[Any], Any]  # of ServerArgs
+    flag: str
+    why: str
+
+
+REFUSALS = (
+    Refusal(lambda a: a.disable_radix_cache, "--disable-radix-cache", "there is no cache to reuse"),
+    Refusal(lambda a: (a.page_size or 1) > 1, "--page-size", "reuse at any token needs pages of one token"),
+    Refusal(lambda a: a.speculative_algorithm, "--speculative-algorithm", "accepted drafts move KV but not its rows"),
+    Refusal(lambda a: a.tp_size > 1, "--tensor-parallel-size", "rows are not sharded over ranks yet"),
+    Refusal(lambda a: a.pp_size > 1, "--pipeline-parallel-size", "a group may not be cut by a pipeline stage"),
+    Refusal(lambda a: a.enable_dp_attention, "--enable-dp-attention", "a replay would run collectives of its own"),
+    Refusal(lambda a: a.ep_size > 1, "--expert-parallel-size", "a replay would run collectives of its own"),
+    Refusal(lambda a: a.dcp_size > 1, "--dcp-size", "a token's KV would lie on several ranks"),
+    Refusal(lambda a: a.enable_prefill_cp, "--enable-prefill-cp", "a token's hidden state would lie on another rank"),
+    Refusal(lambda a: a.disaggregation_mode != "null", "--disaggregation-mode", "transferred KV has no rows"),
+    Refusal(lambda a: a.enable_lora or a.lora_paths, "--enable-lora", "a replay does not apply adapters"),
+    Refusal(
+        lambda a: a.mamba_radix_cache_strategy not in ("auto", "no_buffer"),
+        "--mamba-radix-cache-strategy",
+        "no recurrent state is stored; only auto and no_buffer make sense",
+    ),
+    Refusal(lambda a: a.enable_unified_memory, "--enable-unified-memory", "state slots must be physical"),
+    Refusal(lambda a: a.enable_lmcache, "--enable-lmcache", "KV from an external cache has no rows"),
+    Refusal(lambda a: a.enable_flexkv, "--enable-flexkv", "KV from an external cache has no rows"),
+    Refusal(lambda a: a.hicache_storage_backend, "--hicache-storage-backend", "KV from storage has no rows"),
+    Refusal(lambda a: a.enable_hierarchical_cache, "--enable-hierarchical-cache", "KV on the host has no rows yet"),
+    Refusal(lambda a: a.enable_hisparse, "--enable-hisparse", "its KV does not stay where the tree thinks it is"),
+    Refusal(lambda a: a.enable_pdmux, "--enable-pdmux", "its split prefill passes by the replay"),
+    Refusal(lambda a: a.enable_two_batch_overlap, "--enable-two-batch-overlap", "a forward pass would be cut in two"),
+    Refusal(lambda a: a.enable_session_radix_cache, "--enable-session-radix-cache", "it is not supported yet"),
+    Refusal(lambda a: a.enable_int8_mamba_checkpoint, "--enable-int8-mamba-checkpoint", "no state is checkpointed"),
+    Refusal(
+        lambda a: a.enable_linear_replayssm or a.enable_linear_replayssm_spec,
+        "--enable-linear-replayssm",
+        "a replay writes states past its ring",
+    ),
+    Refusal(lambda a: a.enable_torch_compile, "--enable-torch-compile", "compiled layers pass by the capture"),
+    Refusal(
+        lambda a: a.enable_deterministic_inference,
+        "--enable-deterministic-inference",
+        "answers depend on how much of a prompt was cached",
+    ),
+    Refusal(lambda a: a.dllm_algorithm, "--dllm-algorithm", "diffusion models have no recurrent state"),
+    Refusal(
+        lambda a: a.cuda_graph_backend_prefill not in (None, "disabled"),
+        "--cuda-graph-backend-prefill",
+        "hidden states are not captured inside prefill graphs yet; only 'disabled' works",
+    ),
+    Refusal(
+        lambda a: a.cuda_graph_backend_decode not in (None, "full", "disabled"),
+        "--cuda-graph-backend-decode",
+        "hidden states are captured inside 'full' graphs only",
+    ),
+)
+
+
+def is_active(server_args: Any) -> bool:
+    return server_args.radix_cache_backend == BACKEND
+
+
+def prepare(server_args: Any) -> None:
+    """Before SGLang resolves its arguments: refuse what the user asked for and cannot have, set what must be set."""
+    problem = compat.version_problem()
+    if problem:
+        raise TailReplayError(f"tail_replay: {problem}")
+    if TailReplayConfig.from_environment().mode == "off":
+        raise TailReplayError(
+            "tail_replay: mode 'off' means SGLang's own cache: start without --radix-cache-backend tail_replay"
+        )
+    for refusal in REFUSALS:
+        if refusal.applies(server_args):
+            raise TailReplayError(f"tail_replay: {refusal.flag}: {refusal.why}. Leave this flag out, {_OFF}.")
+    # 'auto' would choose extra_buffer, which stores states, or turn overlap scheduling off for no_buffer.
+    server_args.mamba_radix_cache_strategy = "no_buffer"
+    server_args.page_size = 1
+    if server_args.cuda_graph_backend_prefill is None and _is_cuda(server_args):
+        logger.warning("tail_replay: prefill CUDA graphs are off: hidden states are not captured inside them yet")
+    server_args.cuda_graph_backend_prefill = "disabled"
+
+
+def check(server_args: Any) -> None:
+    """After SGLang has resolved its arguments: refuse what defaults and the model led to."""
+    if server_args.model_path.lower() in ("none", "dummy"):
+        return
+    architecture = server_args.get_model_config().hf_config.architectures[0]
+    if architecture not in ARCHITECTURES:
+        raise TailReplayError(
+            f"tail_replay: --model-path {server_args.model_path}: {architecture} is no hybrid model that Tail-Replay "
+            f"knows. Use one of {', '.join(ARCHITECTURES)}, {_OFF}."
+        )
+    view = compat.resolved_view(server_args)
+    if view.page_size != 1:
+        raise TailReplayError(f"tail_replay: --page-size resolved to {view.page_size}; give --page-size 1, {_OFF}.")
+    if view.attention_backend == "trtllm_mha":
+        raise TailReplayError(
+            f"tail_replay: --attention-backend trtllm_mha needs larger pages; choose flashinfer or triton, {_OFF}."
+        )
+    prefill = server_args.cuda_graph_config.prefill.backend if server_args.cuda_graph_config else "disabled"
+    if prefill != "disabled":
+        raise TailReplayError(
+            f"tail_replay: --cuda-graph-config asks for prefill backend {prefill!r}; only 'disabled' works, {_OFF}."
+        )
+
+
+def _is_cuda(server_args: Any) -> bool:
+    return server_args.device in (None, "cuda") and _cuda_available()
+
+
+def _cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,191 @@
+"""Every place where SGLang is hooked, in two tables, and the hooked functions.
+
+ENTRY hooks are in every process that loads the plugin and do nothing unless the backend is chosen. SERVING hooks are
+installed in the scheduler process when it is. A hook that cannot be attached stops the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from sglang_tailreplay import compat, guard, runtime, scheduling
+from sglang_tailreplay.errors import TailReplayError
+
+_STEP = "tail_replay_step"  # attribute that carries a Step on a ScheduleBatch and on its ForwardBatch
+
+
+class Hook(NamedTuple):
+    target: str  # key of compat's table
+    kind: str  # before, after, around or replace (sglang.srt.plugins.hook_registry.HookType)
+    function: Callable
+
+
+def install(hooks: tuple[Hook, ...]) -> None:
+    """Register, apply and verify. TailReplayError names the first target that did not take its hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        target = compat.target(hook.target)
+        problem = compat.signature_problem(target)
+        if problem:
+            raise TailReplayError(f"tail_replay: SGLang {compat.installed_version()} cannot be hooked: {problem}")
+        HookRegistry.register(target.path, hook.function, HookType(hook.kind))
+    before = {hook: compat.resolve(compat.target(hook.target).path) for hook in hooks}
+    HookRegistry.apply_hooks()  # logs failures and goes on, hence:
+    for hook, original in before.items():
+        path = compat.target(hook.target).path
+        if compat.resolve(path) is original:
+            raise TailReplayError(f"tail_replay: the hook on {path} did not attach; another plugin may have taken it")
+
+
+# ---- entry hooks ----
+
+
+def resolve_arguments(original: Callable, server_args: Any) -> None:
+    """Around ServerArgs.__post_init__."""
+    if not guard.is_active(server_args):
+        return original(server_args)
+    guard.prepare(server_args)
+    original(server_args)
+    guard.check(server_args)
+
+
+def allow_overlap(original: Callable, server_args: Any, view: Any, model_arch: str) -> None:
+    """Around the check that no_buffer runs without overlap scheduling.
+
+    Its reason is that a finished request's state slot goes to the tree while the next step still writes it. Here no
+    slot ever goes to the tree. What else it checks, guard.check checks too.
+    """
+    if not guard.is_active(server_args):
+        original(server_args, view, model_arch)
+
+
+def check_request(result: Any, tokenizer_manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """After a request was validated: its own replay ratio must be one. A TailReplayError here is an HTTP 400."""
+    if guard.is_active(tokenizer_manager.server_args):
+        params = getattr(obj, "sampling_params", None)
+        if isinstance(params, dict):
+            scheduling.check_request(params.get("custom_params"))
+
+
+def start_scheduler(original: Callable, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Around Scheduler.__init__: the backend is chosen or not, and stays so."""
+    if not guard.is_active(server_args):
+        return original(scheduler, server_args, *args, **kwargs)
+    state = runtime.activate(server_args)
+    install(SERVING)
+    original(scheduler, server_args, *args, **kwargs)
+    state.on_ready(scheduler)
+
+
+ENTRY = (
+    Hook("server_args_post_init", "around", resolve_arguments),
+    Hook("validate_no_buffer", "around", allow_overlap),
+    Hook("validate_request", "after", check_request),
+    Hook("scheduler_init", "around", start_scheduler),
+)
+
+
+# ---- serving hooks: start ----
+
+
+def choose_state_slots(original: Callable, configurator: Any, rest_gb: float) -> float:
+    """Around the division of GPU memory between states and KV: states for running requests only, the rest is KV."""
+    if compat.chosen_state_slots() is None:
+        rest_bytes = int(rest_gb * (1 << 30))
+        wanted = compat.chosen_max_running_requests()
+        compat.choose_state_slots(runtime.choose_state_slots(wanted, rest_bytes, compat.state_bytes(configurator)))
+    return original(configurator, rest_gb)
+
+
+def pools_ready(result: Any, model_runner: Any) -> None:
+    runtime.current().on_pools_ready(model_runner)
+
+
+# ---- serving hooks: scheduling ----
+
+
+def plan_extend(batch: Any, reqs: list) -> None:
+    """Before SGLang collects (and forgets) which of a prefill batch's slots are fresh."""
+    setattr(batch, _STEP, runtime.current().planner.plan_extend(reqs))
+
+
+def plan_decode(result: Any, batch: Any) -> None:
+    setattr(batch, _STEP, runtime.current().planner.plan_decode(batch.reqs))
+
+
+def mix(result: Any, batch: Any, running_batch: Any) -> None:
+    setattr(batch, _STEP, scheduling.mix(getattr(batch, _STEP, None), getattr(running_batch, _STEP, None)))
+
+
+def carry(forward_batch: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """After a ForwardBatch was made of a ScheduleBatch."""
+    step = None if batch.forward_mode.is_idle() else getattr(batch, _STEP, None)
+    tokens = len(batch.out_cache_loc)
+    assert step is None or len(step.rows) == tokens, f"{len(step.rows)} rows for a pass over {tokens} tokens"
+    setattr(forward_batch, _STEP, step)
+
+
+# ---- serving hooks: forward ----
+
+
+def forward(original: Callable, model_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ModelRunner.forward: what the pass computes for its tokens is stored."""
+    state = runtime.current()
+    step = getattr(forward_batch, _STEP, None)
+    state.forward_begins(step)
+    try:
+        output = original(model_runner, forward_batch, *args, **kwargs)
+    except BaseException:
+        state.forward_abandoned()
+        raise
+    pending = getattr(forward_batch, _STEP, None)
+    assert pending is None or not pending.hits, "a batch with cached prefixes ran without its replay"
+    state.forward_ended(output.can_run_graph)
+    return output
+
+
+def capture_layer(original: Callable, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a GDN layer's forward: the first one of a group hands over what enters it."""
+    sink = runtime.current().sink_for(layer.layer_id)
+    if sink is not None:
+        assert kwargs.get("captured_last_layer_outputs") is None, "someone else captures this layer's input"
+        kwargs["captured_last_layer_outputs"] = sink
+    return original(layer, *args, **kwargs)
+
+
+def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
+    """After a prefill batch's fresh slots were zeroed, on the forward stream, before the pass reads them."""
+    step = getattr(forward_batch, _STEP, None)
+    if step is not None and step.hits:
+        runtime.current().replay(step.hits)
+        setattr(forward_batch, _STEP, scheduling.Step(step.rows))
+
+
+# ---- serving hooks: reporting ----
+
+
+def add_details(details: dict | None, streamer: Any, req: Any) -> dict | None:
+    """After the breakdown of an answer's cached tokens (meta_info["cached_tokens_details"]) was made."""
+    return {**details, **scheduling.report(req)} if details is not None else None
+
+
+def idle_check(result: Any, checker: Any) -> None:
+    runtime.current().on_idle()
+
+
+SERVING = (
+    Hook("state_slots", "around", choose_state_slots),
+    Hook("slots_per_request", "replace", lambda configurator: 1),
+    Hook("pools_ready", "after", pools_ready),
+    Hook("plan_extend", "before", plan_extend),
+    Hook("plan_decode", "after", plan_decode),
+    Hook("mix", "after", mix),
+    Hook("carry", "after", carry),
+    Hook("forward", "around", forward),
+    Hook("gdn_layer", "around", capture_layer),
+    Hook("states_cleared", "after", states_cleared),
+    Hook("cached_tokens_details", "after", add_details),
+    Hook("idle_check", "after", idle_check),
+)

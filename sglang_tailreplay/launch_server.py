@@ -1,0 +1,94 @@
+"""python -m sglang_tailreplay.launch_server --model-path M [--tail-replay-*] [any flag of sglang.launch_server]
+
+Puts the --tail-replay-* flags into SGLANG_TAILREPLAY, chooses the backend, on a machine without CUDA SGLang's CPU
+engine with this package's kernels, and starts sglang.launch_server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import MutableMapping
+
+from sglang_tailreplay import config, cpu
+from sglang_tailreplay.errors import TailReplayError
+
+
+def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
+    """SGLang's arguments for our arguments; sets SGLANG_TAILREPLAY in environ. TailReplayError for a bad setting."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_tailreplay.launch_server", add_help=False, allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    config.add_flags(parser)
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        print("\nand the flags of sglang.launch_server:\n")
+        return argv
+    flags, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("--tail-replay-")]
+    if unknown:
+        raise TailReplayError(f"unknown flag {unknown[0]}; --help lists the --tail-replay flags")
+    inherited = json.loads(environ.get(config.ENVIRONMENT) or "{}")
+    chosen = config.TailReplayConfig.from_environment({config.ENVIRONMENT: json.dumps({**inherited, **vars(flags)})})
+    environ[config.ENVIRONMENT] = chosen.to_json()
+    if any(word.split("=")[0] == "--radix-cache-backend" for word in rest):
+        raise TailReplayError("--radix-cache-backend is this launcher's choice; --tail-replay-mode off chooses SGLang's")
+    return rest if chosen.mode == "off" else [*rest, "--radix-cache-backend", config.BACKEND]
+
+
+def check_entry_point() -> None:
+    """SGLang finds plugins by the metadata of installed packages, not by imports."""
+    from importlib.metadata import entry_points
+
+    if not any(e.value == "sglang_tailreplay.plugin:register" for e in entry_points(group="sglang.srt.plugins")):
+        raise TailReplayError("sglang-tailreplay is not installed in this environment: run 'pip install -e .' first")
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    if allowed and "tailreplay" not in [name.strip() for name in allowed.split(",")]:
+        raise TailReplayError(f"SGLANG_PLUGINS={allowed} leaves the plugin out: add 'tailreplay'")
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main(argv: list[str]) -> None:
+    try:
+        check_entry_point()
+        arguments = translate(argv, os.environ)
+        if not has_cuda():
+            cpu.activate()
+            arguments += cpu.default_arguments(arguments, _free_memory())
+        _launch(arguments)
+    except TailReplayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _launch(arguments: list[str]) -> None:
+    """What `python -m sglang.launch_server` does."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(arguments)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _free_memory() -> int:
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

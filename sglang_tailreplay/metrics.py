@@ -1,0 +1,81 @@
+"""Prometheus metrics on SGLang's /metrics endpoint, and the times of replays without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_tailreplay.scheduling import Admission
+
+SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Metrics:
+    """Counts what happens to requests. Made in the scheduler process, after SGLang has set PROMETHEUS_MULTIPROC_DIR."""
+
+    def __init__(self, model_name: str):
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._labels = {"model_name": model_name}
+
+        def make(kind: Callable, name: str, text: str, *labels: str, **options: Any):
+            return kind(f"sglang:tail_replay_{name}", text, ["model_name", *labels], **options)
+
+        self._requests = make(Counter, "requests", "Requests that got their first prefill, by kind.", "kind")
+        self._matched = make(Counter, "matched_tokens", "Prompt tokens served from the cache.")
+        self._replayed = make(Counter, "replayed_tokens", "Tokens replayed to rebuild recurrent states.")
+        self._shrunk = make(Counter, "shrunk_hits", "Hits whose boundary was made smaller, by reason.", "reason")
+        self._lost = make(Counter, "shrunk_tokens", "Cached tokens that such hits could not use.")
+        self._seconds = make(Histogram, "seconds", "Time of a batch's replay.", "stage", buckets=SECONDS_BUCKETS)
+        self._used = make(Gauge, "rows_used", "Rows in use.", multiprocess_mode="mostrecent")
+        self._capacity = make(Gauge, "rows_capacity", "Rows in the store.", multiprocess_mode="mostrecent")
+
+    def admitted(self, admission: Admission) -> None:
+        kind = "replayed" if admission.replayed else "zero" if admission.matched else "cold"
+        self._requests.labels(**self._labels, kind=kind).inc()
+        self._matched.labels(**self._labels).inc(admission.matched)
+        self._replayed.labels(**self._labels).inc(admission.replayed)
+        if admission.shrunk_from is not None:
+            self._shrunk.labels(**self._labels, reason="rows_missing").inc()
+            self._lost.labels(**self._labels).inc(admission.shrunk_from - admission.matched)
+
+    def rows(self, used: int, capacity: int) -> None:
+        self._used.labels(**self._labels).set(used)
+        self._capacity.labels(**self._labels).set(capacity)
+
+    def seconds(self, stage: str, seconds: float) -> None:
+        self._seconds.labels(**self._labels, stage=stage).observe(seconds)
+
+
+class Stopwatch:
+    """Times stretches of a stream; reports them once the device has passed their end, never waiting for it."""
+
+    def __init__(self, report: Callable[[str, float], None], cuda: bool):
+        self._report = report
+        self._cuda = cuda
+        self._open: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def measure(self, stage: str):
+        """Time what the body puts on the current stream (on a CPU: the body)."""
+        if not self._cuda:
+            begin = time.perf_counter()
+            yield
+            self._report(stage, time.perf_counter() - begin)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._open.append((stage, begin, end))
+
+    def harvest(self) -> None:
+        """Report the stretches that are over."""
+        while self._open and self._open[0][2].query():
+            stage, begin, end = self._open.popleft()
+            self._report(stage, begin.elapsed_time(end) / 1000)

@@ -1,0 +1,167 @@
+"""Everything of Tail-Replay in one scheduler process, put together as SGLang's parts come into being.
+
+    Scheduler.__init__  ->  activate          settings, planner
+      pools allocated   ->  on_pools_ready    model found, row store, capture   (before CUDA graphs are captured)
+      tree created      ->  create_cache      tree component, replay engine
+      scheduler ready   ->  on_ready          metrics, self-check
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_tailreplay import adapters, compat, self_check
+from sglang_tailreplay.capture import Capture, Sink
+from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.cuda_streams.lanes import Lanes
+from sglang_tailreplay.cuda_streams.mover import RowMover
+from sglang_tailreplay.metrics import Metrics, Stopwatch
+from sglang_tailreplay.radix.rows import RowPool
+from sglang_tailreplay.replay.engine import ReplayEngine
+from sglang_tailreplay.replayer import Replayer
+from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
+from sglang_tailreplay.scheduling import Admission, Hit, Planner, Step
+
+if TYPE_CHECKING:
+    from sglang_tailreplay.radix.tree import TailReplayCache
+
+logger = logging.getLogger(__name__)
+
+# Tokens of one replay launch. Bounds what a long tail takes of the GPU memory that SGLang leaves for activations.
+MAX_LAUNCH_TOKENS = 4096
+# State slots when --max-running-requests does not say how many: this share of the memory for caches, within bounds.
+STATE_SHARE, LEAST_SLOTS, MOST_SLOTS = 0.1, 8, 256
+
+
+def choose_state_slots(max_running_requests: int | None, rest_bytes: int, state_bytes: int) -> int:
+    """One slot per running request: nothing else ever holds one."""
+    if max_running_requests is not None:
+        return max_running_requests
+    return max(LEAST_SLOTS, min(MOST_SLOTS, int(rest_bytes * STATE_SHARE) // state_bytes))
+
+
+class Runtime:
+    def __init__(self, config: TailReplayConfig, server_args: Any):
+        self.config = config
+        self.server_args = server_args
+        self.planner = Planner(config, self._on_admission)
+        self.capture: Capture | None = None
+        self._model_runner: Any = None
+        self._model: adapters.HybridModel | None = None
+        self._store: RowStore | None = None
+        self._mover: RowMover | None = None
+        self._lanes: Lanes | None = None
+        self._replayer: Replayer | None = None
+        self._metrics: Metrics | None = None
+        self._stopwatch: Stopwatch | None = None
+        self._checked_version = -1
+
+    # ---- start ----
+
+    def on_pools_ready(self, model_runner: Any) -> None:
+        """KV and state pools exist, CUDA graphs do not yet."""
+        self._model_runner = model_runner
+        self._model = model = adapters.find_model(model_runner.model)
+        device = torch.device(model_runner.device)
+        self._stopwatch = Stopwatch(self._on_seconds, device.type == "cuda")
+        if self.config.mode != "replay":
+            return
+        shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
+        kv_slots = model_runner.token_to_kv_pool_allocator.size
+        capacity = choose_capacity(shape.bytes, kv_slots, free_host_bytes(), self.config.host_gb)
+        self._store = RowStore(shape, capacity, kv_slots)
+        # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
+        self._lanes = Lanes.create(device if self.config.overlap else "cpu")
+        self._mover = RowMover(self._store.rows, self._lanes, device)
+        self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
+        if device.type == "cuda":
+            max_batch = max(model_runner.req_to_token_pool.size, *compat.decode_graph_batches(model_runner), 1)
+            self.capture.allocate_graph_buffer(max_batch, model.hidden_size, model_runner.dtype, device)
+
+    def create_cache(self, ctx: Any) -> TailReplayCache:
+        """The factory behind --radix-cache-backend tail_replay."""
+        from sglang_tailreplay.radix.component import TailReplayComponent
+        from sglang_tailreplay.radix.tree import TailReplayCache
+
+        cache = compat.create_cache(ctx, TailReplayCache, TailReplayComponent)
+        cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0))
+        self.planner.attach(cache)
+        if self._store is not None:
+            layers = adapters.replay_layers(self._model, self._model_runner)
+            engine = ReplayEngine(layers, MAX_LAUNCH_TOKENS, skip_last_ffn=self.config.skip)
+            self._replayer = Replayer(engine, self._model.embed, self._mover, self._lanes, self._stopwatch)
+        return cache
+
+    def on_ready(self, scheduler: Any) -> None:
+        if self.server_args.enable_metrics:
+            self._metrics = Metrics(self.server_args.served_model_name)
+        if self._replayer is not None and self.config.self_check:
+            error = self_check.run(scheduler, self)
+            logger.info("tail_replay: self-check passed: a replayed state is within %.1e of the prefill's", error)
+        logger.info("tail_replay: ready, %s", self.config.to_json())
+
+    # ---- every batch ----
+
+    def forward_begins(self, step: Step | None) -> None:
+        if self.capture is not None:
+            self.capture.begin(step.rows if step is not None else None)
+
+    def sink_for(self, layer: int) -> Sink | None:
+        return self.capture.sink_for(layer) if self.capture is not None else None
+
+    def forward_abandoned(self) -> None:
+        if self.capture is not None:
+            self.capture.abandon()
+
+    def forward_ended(self, ran_graph: bool) -> None:
+        if self.capture is not None:
+            self.capture.end(ran_graph)
+        self._stopwatch.harvest()
+
+    def replay(self, hits: tuple[Hit, ...]) -> None:
+        """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""
+        if hits and self._replayer is not None:
+            self._replayer.run(hits, torch.stack([hit.slot for hit in hits]).to(torch.int32))
+
+    # ---- reporting ----
+
+    def _on_admission(self, admission: Admission) -> None:
+        if self._metrics is not None:
+            self._metrics.admitted(admission)
+            self._report_rows()
+
+    def _on_seconds(self, stage: str, seconds: float) -> None:
+        if self._metrics is not None:
+            self._metrics.seconds(stage, seconds)
+
+    def _report_rows(self) -> None:
+        pool = self.planner.cache.rows.pool
+        self._metrics.rows(pool.used_rows, pool.capacity)
+
+    def on_idle(self) -> None:
+        """The server is idle: the row accounting must add up, and no row may belong to a request."""
+        cache = self.planner.cache
+        if cache is None or cache.rows.pool.version == self._checked_version:
+            return
+        cache.check_invariants()
+        self._checked_version = cache.rows.pool.version
+        if self._metrics is not None:
+            self._report_rows()
+
+
+_runtime: Runtime | None = None
+
+
+def activate(server_args: Any) -> Runtime:
+    """Make this process's runtime; its settings come from the environment."""
+    global _runtime
+    _runtime = Runtime(TailReplayConfig.from_environment(), server_args)
+    return _runtime
+
+
+def current() -> Runtime:
+    assert _runtime is not None, "Tail-Replay was not activated in this process"
+    return _runtime

@@ -1,0 +1,167 @@
+"""What a batch needs beyond SGLang's own fields: a row for each of its tokens, a tail for each of its hits.
+
+Runs on the scheduler thread, integers only. The result, a Step, rides on the ScheduleBatch to the forward pass.
+
+    # a hit on m of n tokens:  [0, m-k) KV reused   [m-k, m) KV reused, state replayed   [m, n) ordinary prefill
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang_tailreplay.config import TailReplayConfig, check_ratio
+from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, no_rows
+from sglang_tailreplay.replay.tail import tail_length
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_tailreplay.radix.tree import TailReplayCache
+
+RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hit:
+    """One request whose states are to be rebuilt at its boundary."""
+
+    rid: str
+    slot: torch.Tensor  # [] device integer: the request's state slot, zeroed before the replay
+    rows: np.ndarray  # [k] int64: the rows of the tail
+    token_ids: np.ndarray  # [k] int64: the tokens of the tail, for the group that starts from the embedding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass has to store and to rebuild."""
+
+    rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
+    hits: tuple[Hit, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+    """One request that got its first prefill, for the metrics."""
+
+    matched: int
+    replayed: int
+    shrunk_from: int | None  # the boundary that the tree had, if a tail that was not whole made it smaller
+
+
+def ratio_of(req: Req, config: TailReplayConfig) -> float:
+    """The request's own replay ratio, if it brings one, else the server's."""
+    params = req.sampling_params.custom_params if req.sampling_params is not None else None
+    if isinstance(params, dict) and RATIO_PARAM in params:
+        return check_ratio(params[RATIO_PARAM], RATIO_PARAM)
+    return config.ratio
+
+
+def check_request(custom_params: object) -> None:
+    """TailReplayError for a request whose own replay ratio is no ratio; called where a request enters the server."""
+    if isinstance(custom_params, dict) and RATIO_PARAM in custom_params:
+        check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM)
+
+
+def has_plain_tokens(req: Req) -> bool:
+    """Whether token ids alone determine the request's hidden states (no images, no input embeddings)."""
+    return req.multimodal_inputs is None and req.input_embeds is None and req.positional_embed_overrides is None
+
+
+class Planner:
+    """Gives rows to tokens and tails to hits. One per scheduler."""
+
+    def __init__(self, config: TailReplayConfig, on_admission: Callable[[Admission], None] = lambda admission: None):
+        self.config = config
+        self.on_admission = on_admission
+        self.cache: TailReplayCache | None = None
+
+    def attach(self, cache: TailReplayCache) -> None:
+        self.cache = cache
+        cache.may_reuse = has_plain_tokens
+        cache.tail_length_of = self.tail_length_of
+
+    @property
+    def _needs_tails(self) -> bool:
+        return self.config.mode == "replay"
+
+    def tail_length_of(self, req: Req) -> Callable[[int], int] | None:
+        """m -> k for this request; None in zero mode, where a hit needs no tail."""
+        if not self._needs_tails:
+            return None
+        ratio = ratio_of(req, self.config)
+        return lambda m: tail_length(m, ratio, self.config.min_tokens, self.config.max_tokens)
+
+    def plan_extend(self, reqs: Sequence[Req]) -> Step:
+        """Called for a prefill batch after its slots are allocated and before SGLang forgets which slots are fresh."""
+        hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
+        # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
+        rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
+        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits))
+
+    def _admit(self, req: Req) -> Hit | None:
+        """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
+        if not req.mamba_needs_clear:
+            return None
+        rows = self.cache.rows.track(req)
+        m = len(req.prefix_indices)
+        tail_length = self.tail_length_of(req)
+        k = tail_length(m) if m > 0 and tail_length is not None else 0
+        tail = self.cache.rows.tail(self.cache.tree_core.node_by_id(req.last_node), k)
+        # What this request computes inherits the error of what it builds on, and adds its own unless it replays all.
+        rows.generation = tail.generation + (m > 0 and k < m)
+        rows.boundary, rows.replayed = m, k
+        shrunk = getattr(req, "tail_replay_shrunk", None)
+        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None))
+        if k == 0:
+            return None
+        assert not (tail.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
+        ids = np.array(req.full_untruncated_fill_ids[m - k : m], dtype=np.int64)
+        return Hit(req.rid, req.mamba_pool_idx, tail.rows, ids)
+
+    def plan_decode(self, reqs: Sequence[Req]) -> Step:
+        """Called for a decode batch after its slots are allocated: one token per request."""
+        component = self.cache.rows
+        ids = component.alloc(len(reqs))
+        for req, row in zip(reqs, ids.tolist(), strict=True):
+            rows = component.track(req)
+            self._continue_at(rows, req.kv_committed_len - 1)
+            rows.append_one(row)
+        return Step(ids)
+
+    def _rows_for(self, req: Req, begin: int, n: int) -> np.ndarray:
+        """Rows for the tokens [begin, begin + n) of req."""
+        rows = self.cache.rows.track(req)
+        self._continue_at(rows, begin)
+        ids = self.cache.rows.alloc(n) if has_plain_tokens(req) else no_rows(n)
+        rows.append(ids)
+        return ids
+
+    def _continue_at(self, rows: RequestRows, position: int) -> None:
+        if rows.end != position:
+            # A retracted request starts over, a session's turn starts past what its last turn left.
+            self.cache.rows.pool.free(rows.release())
+            rows.restart(position)
+
+
+def mix(prefill: Step | None, decode: Step | None) -> Step | None:
+    """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
+    if prefill is None or decode is None:
+        return prefill
+    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits)
+
+
+def report(req: Req) -> dict[str, int]:
+    """What an answer's meta_info tells, beside SGLang's own `cached_tokens`."""
+    rows = getattr(req, "tail_replay", None)
+    if rows is None or rows.boundary == 0:
+        return {}
+    return {
+        "tail_replay_matched": rows.boundary,
+        "tail_replay_replayed": rows.replayed,
+        "tail_replay_generation": rows.generation,
+    }

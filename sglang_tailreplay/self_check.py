@@ -1,0 +1,105 @@
+"""One replay against one prefill, on the loaded model, before the server takes requests.
+
+A request of made-up tokens is prefilled and decoded through SGLang's own batches, so that every hook takes part; then
+all its rows are replayed into a second state slot, which must end up with the first one's states. A hook that sees the
+wrong tensor, a row written to the wrong place, a kernel with another layout: each gives an error as large as the state.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.rows import NO_ROW
+from sglang_tailreplay.scheduling import Hit
+
+if TYPE_CHECKING:
+    from sglang_tailreplay.runtime import Runtime
+
+PROMPT_TOKENS, DECODED_TOKENS = 131, 3  # no multiple of a kernel's chunk, and two graph launches of a changing state
+# Rounding moves a layer's states by about the dtype's epsilon times the layers before it; a wrong row moves them by 1.
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+@torch.no_grad()
+def run(scheduler: Any, runtime: Runtime) -> float:
+    """Largest relative error of a layer's recurrent state. TailReplayError if it is beyond rounding."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    model_runner = scheduler.tp_worker.model_runner
+    req = _request(scheduler)
+    tokens = _prefill_and_decode(scheduler, model_runner, req)
+    pool = scheduler.req_to_token_pool
+    slot = pool.mamba_allocator.alloc(1)
+    if slot is None:
+        raise TailReplayError("tail_replay: the self-check needs two state slots; raise --max-running-requests")
+    try:
+        pool.mamba_pool.clear_slots(slot)
+        rows = req.tail_replay.ids.copy()
+        if (rows == NO_ROW).any():
+            raise TailReplayError("tail_replay: the row store is too small for a request; raise --tail-replay-host-gb")
+        runtime.replay((Hit(req.rid, slot[0], rows, tokens),))
+        error = _relative_error(pool.mamba_pool.mamba_cache.temporal, int(req.mamba_pool_idx), int(slot[0]))
+    finally:
+        pool.mamba_allocator.free(slot)
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+    bound = BOUNDS[model_runner.dtype]
+    if not error <= bound:  # NaN fails too
+        raise TailReplayError(
+            f"tail_replay: self-check failed: a replayed state is off by {error:.2e} of its size, rounding explains "
+            f"{bound:.0e}. Answers after a hit would be wrong; use --tail-replay-mode off and report this."
+        )
+    return error
+
+
+def _request(scheduler: Any) -> Any:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    vocabulary = scheduler.model_config.vocab_size
+    ids = array("q", np.random.default_rng(0).integers(1, vocabulary, PROMPT_TOKENS).tolist())
+    params = SamplingParams(temperature=0.0, max_new_tokens=DECODED_TOKENS, ignore_eos=True)
+    params.normalize(None)
+    return Req("tail-replay-self-check", "", ids, params, vocab_size=vocabulary)
+
+
+def _prefill_and_decode(scheduler: Any, model_runner: Any, req: Any) -> np.ndarray:
+    """Run req without the scheduler's loop; returns the tokens whose states its slot now holds."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    req.init_next_round_input(scheduler.tree_cache)
+    req.set_extend_range(0, PROMPT_TOKENS)
+    batch = ScheduleBatch.init_new(
+        [req], scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache,
+        scheduler.model_config, enable_overlap=False, spec_algorithm=scheduler.spec_algorithm,
+    )  # fmt: skip
+    batch.prepare_for_extend()
+    batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    tokens = list(req.origin_input_ids)
+    for _ in range(DECODED_TOKENS):
+        next_token = _forward(model_runner, batch)
+        batch.prepare_for_decode()
+        batch.input_ids = next_token.to(torch.int64)
+        tokens.append(int(next_token[0]))
+    _forward(model_runner, batch)
+    return np.array(tokens, dtype=np.int64)
+
+
+def _forward(model_runner: Any, batch: Any) -> torch.Tensor:
+    """Next token [1] of the batch."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    forward_batch = ForwardBatch.init_new(batch, model_runner, return_hidden_states_before_norm=False)
+    logits = model_runner.forward(forward_batch).logits_output
+    return model_runner.sample(logits, forward_batch)
+
+
+def _relative_error(states: torch.Tensor, expected: int, found: int) -> float:
+    """states [layers, slots, HV, V, K]; largest ||found - expected|| / ||expected|| over layers."""
+    reference = states[:, expected].float().flatten(1)
+    difference = states[:, found].float().flatten(1) - reference
+    return float((difference.norm(dim=1) / reference.norm(dim=1).clamp_min(1e-12)).max())

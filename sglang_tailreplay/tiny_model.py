@@ -1,0 +1,174 @@
+"""A tiny random Qwen3.5-class hybrid checkpoint with a byte-level tokenizer, for tests and demonstrations.
+
+    python -m sglang_tailreplay.tiny_model DIR [--decay slow|fast] [--vocab 1024] [--seed 0] [--dtype bfloat16]
+
+Random weights with default initialisation hide cache bugs: changing an early token never changes the answer. So the
+decay of the recurrent states is chosen, and attention is made sharp enough that one far token matters:
+
+- `slow`: every state depends on the whole prefix. A replay with a short tail is visibly wrong, one with r = 1 is not.
+- `fast`: a state forgets half of what it holds within at most 16 tokens, as trained models do in most heads, so that a
+  short tail is enough.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+DECAYS = ("slow", "fast")
+LAYERS = 8
+FULL_ATTENTION_INTERVAL = 4  # layers 3 and 7 are full attention, the other six Gated DeltaNet
+
+# Earlier assistant turns lose their <think> part once a user turn follows, as in the templates of reasoning models. The
+# prompt of the next turn then leaves the cached conversation in the middle, not at its end.
+CHAT_TEMPLATE = """\
+{%- set last_user = namespace(index=-1) -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{%- set last_user.index = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- set content = message['content'] -%}
+{%- if message['role'] == 'assistant' and loop.index0 < last_user.index -%}
+{%- set content = content.split('</think>')[-1].lstrip() -%}
+{%- endif -%}
+{{- '<|' + message['role'] + '|>' + content + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+def write_tiny_model(
+    path: str | Path,
+    decay: str = "slow",
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config_overrides,
+) -> Path:
+    """Writes config, weights and tokenizer to folder `path` and returns it. The same arguments give the same weights.
+
+    `config_overrides` are fields of transformers' Qwen3_5TextConfig.
+    """
+    if decay not in DECAYS:
+        raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
+    config = tiny_config(**config_overrides)
+    model = _random_model(config, decay, seed).to(dtype)
+    model.save_pretrained(path)
+    _byte_tokenizer(config.vocab_size).save_pretrained(path)
+    return Path(path)
+
+
+def tiny_config(**overrides):
+    from transformers import Qwen3_5TextConfig
+
+    layers = overrides.get("num_hidden_layers", LAYERS)
+    interval = overrides.get("full_attention_interval", FULL_ATTENTION_INTERVAL)
+    fields = dict(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        hidden_act="silu",
+        max_position_embeddings=16384,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        full_attention_interval=interval,
+        attn_output_gate=True,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        mamba_ssm_dtype="float32",
+        layer_types=["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)],
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+        partial_rotary_factor=0.25,  # SGLang reads it here
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.15,
+    )
+    return Qwen3_5TextConfig(**fields | overrides)
+
+
+def _random_model(config, decay: str, seed: int):
+    from transformers import Qwen3_5ForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3_5ForCausalLM(config).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.fill_(1.5)  # sharp attention
+            elif name.endswith(("in_proj_a.weight", "A_log", "dt_bias")):
+                _set_decay(name, parameter, decay)
+    return model
+
+
+def _set_decay(name: str, parameter: torch.Tensor, decay: str) -> None:
+    """A token keeps exp(-exp(A_log) * softplus(a + dt_bias)) of a state, where a is in_proj_a of the token."""
+    if name.endswith("in_proj_a.weight"):
+        if decay == "fast":
+            parameter.mul_(0.1)  # |a| stays well below dt_bias, so that the half-lives below hold for every token
+    elif name.endswith("dt_bias"):
+        parameter.uniform_(-4, -1) if decay == "slow" else parameter.fill_(2.0)
+    elif decay == "slow":
+        parameter.uniform_(-5, -2)
+    else:
+        half_lives = torch.empty_like(parameter, dtype=torch.float32).uniform_(2, 10)
+        per_token = math.log1p(math.exp(2.0))  # softplus(dt_bias)
+        parameter.copy_((math.log(2) / half_lives / per_token).log())
+
+
+def _byte_tokenizer(vocab_size: int):
+    """One token per byte after <s> and </s>; names without a meaning fill the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    if vocab_size < len(names):
+        raise ValueError(f"vocab_size must be at least {len(names)}, got {vocab_size}")
+    names += [f"<unused{i}>" for i in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a tiny random hybrid checkpoint.")
+    parser.add_argument("path", metavar="DIR", type=Path)
+    parser.add_argument("--decay", choices=DECAYS, default="slow")
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args()
+
+    # transformers looks for Triton and torchvision when it loads a model class.
+    from sglang_tailreplay.cpu import activate
+
+    if not torch.cuda.is_available():
+        activate()
+    path = write_tiny_model(
+        options.path,
+        options.decay,
+        options.seed,
+        getattr(torch, options.dtype),
+        vocab_size=options.vocab,
+        num_hidden_layers=options.layers,
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
