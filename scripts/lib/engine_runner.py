@@ -169,8 +169,8 @@ def cache_facts(reply: dict[str, Any]) -> dict[str, int | None]:
     meta = reply["meta_info"]
     return {
         "cached": meta["cached_tokens"],
-        "replayed": measure.first_int(meta.get("tail_replay_replayed_tokens")),
-        "generation": measure.first_int(meta.get("tail_replay_generation")),
+        "replayed": measure.plugin_int(meta, "replayed"),
+        "generation": measure.plugin_int(meta, "generation"),
     }
 
 

@@ -256,6 +256,7 @@ def main() -> int:
     if options.dry_run:
         print("\n".join(line for plan in chosen for line in measure.describe(plan)))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's group is killed too
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
     began, engines, head = time.monotonic(), {}, header(options)
     unit = run_unit(options.unit_seconds) if options.unit else None

@@ -242,9 +242,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def first_int(value: int | Sequence[int] | None) -> int | None:
-    """SGLang keeps customized info as a list with one element per generated token."""
-    if isinstance(value, (list, tuple)):
+def plugin_int(meta_info: Mapping[str, Any], what: str) -> int | None:
+    """What the plugin tells about an answer: matched, replayed or generation. None where it tells nothing (a miss, or
+    stock SGLang)."""
+    sources = (meta_info.get("cached_tokens_details") or {}, meta_info)
+    names = (f"tail_replay_{what}", f"tail_replay_{what}_tokens")
+    found = [source[name] for source in sources for name in names if name in source]
+    value = found[0] if found else None
+    if isinstance(value, (list, tuple)):  # SGLang's customized info has one element per generated token
         value = value[0] if value else None
     return None if value is None else int(value)
 
@@ -474,10 +479,11 @@ def _capacity_table(engines: Mapping[str, Any]) -> str:
 
 
 def _correctness_table(cases: Sequence[Mapping[str, Any]]) -> str:
+    header = ("engine", "case", "boundary", "cached", "replayed", "max |dlogp|", "KL", "allowed", "other prefix", "")
     rows = [
-        (case["engine"], case["name"], case["matched"], case["cached"], case["replayed"], case["hit_vs_cold"]["max_abs"])
-        + (case["hit_vs_cold"]["kl"], case["allowed"], case["control_vs_cold"]["max_abs"], case["verdict"])
+        tuple(case[key] for key in ("engine", "name", "matched", "cached", "replayed"))
+        + (case["hit_vs_cold"]["max_abs"], case["hit_vs_cold"]["kl"], case["allowed"])
+        + (case["control_vs_cold"]["max_abs"], case["verdict"])
         for case in cases
     ]
-    header = ("engine", "case", "boundary", "cached", "replayed", "max |dlogp|", "KL", "allowed", "other prefix", "verdict")
     return table(header, rows) if rows else ""

@@ -17,9 +17,20 @@ def rmsnorm_gated_forward(self, x: torch.Tensor, z: torch.Tensor | None = None) 
     return kernels.rmsnorm_gated(x, self.weight, z, self.eps)
 
 
+def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Constrained decoding: forbids in `logits` [N, vocab] the tokens whose bit in `vocab_mask` [N, vocab / 32] is 0.
+
+    Without it one request with a JSON schema ends SGLang's scheduler, which has no kernel for a CPU here.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=vocab_mask.device)
+    allowed = (vocab_mask.unsqueeze(-1) >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[:, : allowed.shape[1]].masked_fill_(~allowed, float("-inf"))
+
+
 # (target, replacement); `register` raises where a target is gone.
 REPLACEMENTS = [
     ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", rmsnorm_gated_forward),
+    ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", apply_vocab_mask),
 ]
 
 

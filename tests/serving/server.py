@@ -29,6 +29,7 @@ MODULE = "sglang_tailreplay.launch_server"
 SMALL = (
     *("--max-total-tokens", "4096", "--context-length", "2048", "--chunked-prefill-size", "256"),
     *("--max-running-requests", "8", "--max-mamba-cache-size", "64", "--mem-fraction-static", "0.2"),
+    "--sleep-on-idle",  # or its scheduler takes a whole core while another server is tested
 )
 FLOAT32 = ("--dtype", "float32")
 FLOAT32_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # the conv state has its own dtype
@@ -48,7 +49,7 @@ class Sample(NamedTuple):
 class Answer:
     tokens: list[int]
     cached_tokens: int
-    matched: int | None  # None: the answer carries no such key (mode off)
+    matched: int | None  # these three: None where the answer does not tell them (a miss, or mode off)
     replayed: int | None
     generation: int | None
     logprobs: list[dict[int, float]] | None  # per new token, only with top_logprobs=N; holds the chosen token too
@@ -227,18 +228,21 @@ def _answer(reply: dict[str, Any]) -> Answer:
     return Answer(
         tokens=reply["output_ids"],
         cached_tokens=meta["cached_tokens"],
-        matched=_first_int(meta.get("tail_replay_matched_tokens")),
-        replayed=_first_int(meta.get("tail_replay_replayed_tokens")),
-        generation=_first_int(meta.get("tail_replay_generation")),
+        matched=_plugin_int(meta, "matched"),
+        replayed=_plugin_int(meta, "replayed"),
+        generation=_plugin_int(meta, "generation"),
         logprobs=_logprobs(meta) if "output_token_logprobs" in meta else None,
         finish_reason=(meta.get("finish_reason") or {}).get("type", ""),
         meta=meta,
     )
 
 
-def _first_int(value: int | list[int] | None) -> int | None:
-    """SGLang keeps customized info as a list with one element per generated token."""
-    if isinstance(value, list):
+def _plugin_int(meta: dict[str, Any], what: str) -> int | None:
+    sources = (meta.get("cached_tokens_details") or {}, meta)
+    names = (f"tail_replay_{what}", f"tail_replay_{what}_tokens")
+    found = [source[name] for source in sources for name in names if name in source]
+    value = found[0] if found else None
+    if isinstance(value, list):  # SGLang's customized info has one element per generated token
         value = value[0] if value else None
     return None if value is None else int(value)
 

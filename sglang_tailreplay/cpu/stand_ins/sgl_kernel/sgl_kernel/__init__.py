@@ -16,8 +16,6 @@ import torch
 
 from sglang_tailreplay.cpu.kernels import OPERATIONS
 
-IS_TAILREPLAY_STAND_IN = True
-
 for _name, _operation in OPERATIONS.items():
     setattr(torch.ops.sgl_kernel, _name, _operation)
 globals().update(OPERATIONS)

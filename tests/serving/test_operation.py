@@ -1,0 +1,128 @@
+"""What an operator and a client see: metrics, bad requests, aborts, flushes, a row store that is too small."""
+
+import threading
+import time
+import urllib.error
+
+import pytest
+
+
+def test_metrics_tell_cold_and_replayed_requests_apart(exact, prompt):
+    ids = prompt(200)
+    before = exact.metrics()
+    exact.generate(ids, 2)
+    exact.generate(ids[:150] + prompt(10), 2)
+    after = exact.metrics()
+
+    def rise(name):
+        return after[f"sglang:tail_replay_{name}"] - before.get(f"sglang:tail_replay_{name}", 0)
+
+    assert rise("requests_total") == 2
+    assert rise("matched_tokens_total") == 150
+    assert rise("replayed_tokens_total") == 150
+    assert rise("seconds_count") >= 3  # fetch, replay, wait
+    assert 0 < after["sglang:tail_replay_rows_used"] <= after["sglang:tail_replay_rows_capacity"] == 4096
+    kinds = {s.labels["kind"] for s in exact.metric_samples() if s.name == "sglang:tail_replay_requests_total"}
+    assert kinds >= {"cold", "replayed"}
+
+
+def test_a_request_may_bring_its_own_ratio(exact, prompt):
+    ids = prompt(400)
+    exact.generate(ids, 1)
+    answer = exact.generate(ids[:390] + prompt(9), 2, custom_params={"tail_replay_ratio": 0.25})
+    assert (answer.cached_tokens, answer.replayed, answer.generation) == (390, 98, 1)
+
+
+@pytest.mark.parametrize("ratio", [0, 1.5, "half", True])
+def test_a_bad_ratio_is_a_client_error(exact, prompt, ratio):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        exact.generate(prompt(20), 1, custom_params={"tail_replay_ratio": ratio})
+    assert error.value.code == 400
+    assert "tail_replay_ratio" in "".join(error.value.__notes__)
+    assert exact.generate(prompt(20), 1).tokens
+
+
+def test_generations_count_approximate_replays(exact, prompt):
+    """What is built on an approximate state says so, and an exact replay adds nothing."""
+    history = prompt(300)
+    exact.generate(history, 1)
+    for turn in range(1, 4):
+        history = [*history[:-1], *prompt(60)]
+        answer = exact.generate(history, 1, custom_params={"tail_replay_ratio": 0.3})
+        assert answer.generation == turn
+    assert exact.generate([*history[:-1], 3, 4], 1).generation == 3  # r = 1 adds none
+    assert exact.generate([*history[:200], 3, 4], 1).generation == 0  # the part before the first replay
+
+
+@pytest.mark.parametrize("body", [{"input_ids": []}, {"input_ids": [3] * 5000}, {"sampling_params": {}}, {}])
+def test_malformed_requests_leave_the_server_whole(exact, prompt, body):
+    with pytest.raises(urllib.error.HTTPError):
+        exact.post("/generate", body)
+    assert exact.generate(prompt(20), 2).tokens
+
+
+def test_aborted_requests_give_everything_back(exact, cold, prompt):
+    prefix = prompt(300)
+    exact.generate(prefix, 1)
+    threads = []
+    for i in range(6):
+        rid = f"abort-{i}"
+        body = prefix + prompt(20)
+        threads.append(threading.Thread(target=lambda b=body, r=rid: exact.generate(b, 400, rid=r)))
+        threads[-1].start()
+    time.sleep(0.4)
+    for i in range(6):
+        exact.abort(f"abort-{i}")
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    ids = prefix + prompt(11)
+    answer = exact.generate(ids, 8)
+    assert answer.cached_tokens == 300
+    assert answer.tokens == cold.generate(ids, 8).tokens
+    time.sleep(1.5)  # idle: the leak checks run
+    exact.check_alive()
+
+
+def test_flush_forgets_rows_with_the_tree(exact, prompt):
+    ids = prompt(100)
+    exact.generate(ids, 1)
+    exact.flush()
+    exact.generate(prompt(5), 1)  # an admission renews the gauge
+    assert exact.metrics()["sglang:tail_replay_rows_used"] <= 5
+    assert exact.generate(ids, 1).cached_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def few_rows(serve_tiny):
+    """A store of about 800 rows beside 4096 KV slots."""
+    with serve_tiny("--tail-replay-ratio", "1.0", "--tail-replay-host-gb", "0.0004", "--enable-metrics") as server:
+        yield server
+
+
+def test_a_hit_without_rows_shrinks_and_heals(few_rows, cold, prompt):
+    ids = prompt(600)
+    few_rows.generate(ids, 1)
+    few_rows.generate(prompt(700), 1)  # takes the rows of the first prompt; its KV stays
+    before = few_rows.metrics().get("sglang:tail_replay_shrunk_hits_total", 0)
+    fork = ids[:500] + prompt(20)
+    shrunk = few_rows.generate(fork, 8)
+    assert shrunk.cached_tokens < 500
+    assert shrunk.tokens == cold.generate(fork, 8).tokens
+    assert few_rows.metrics()["sglang:tail_replay_shrunk_hits_total"] == before + 1
+    again = ids[:500] + prompt(20)
+    healed = few_rows.generate(again, 8)
+    assert healed.cached_tokens == 500
+    assert healed.tokens == cold.generate(again, 8).tokens
+
+
+def test_openai_chat_reports_cached_tokens(exact):
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "the same question, " * 6}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    first = exact.post("/v1/chat/completions", body)
+    second = exact.post("/v1/chat/completions", body)
+    assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
