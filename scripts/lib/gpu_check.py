@@ -95,10 +95,9 @@ def plans(options: argparse.Namespace) -> list[EnginePlan]:
 
 def _plan(options: argparse.Namespace, name: str, model: Path, vocab_size: int) -> EnginePlan:
     args = {"model_path": str(model), **measure.ENGINE_ARGS}
-    env = dict(measure.DUMMY_WEIGHTS_ENV)
-    if name == "stock":
-        env["SGLANG_PLUGINS"] = "none"  # an allow-list: no plugin of this environment touches the baseline
-    else:
+    search = [str(SCRIPTS / "lib" / "weights_plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"SGLANG_PLUGINS": measure.PLUGINS[name], "PYTHONPATH": os.pathsep.join(search)}
+    if name == "tail_replay":
         args["radix_cache_backend"] = "tail_replay"
         config = {"ratio": options.ratios[0], "mode": "replay", **settings(options.config, name, json.loads)}
         env["SGLANG_TAILREPLAY"] = json.dumps(config)
@@ -173,9 +172,10 @@ def run_unit(limit: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
     print(f"[unit] {shlex.join(command[1:])}", flush=True)
     start = time.monotonic()
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}  # or the checkout would shadow an installed package
     try:
         done = subprocess.run(
-            command, cwd=CHECKOUT, timeout=limit, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=CHECKOUT, env=env, timeout=limit, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         code, text = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:

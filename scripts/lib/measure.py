@@ -24,11 +24,9 @@ ENGINE_ARGS: dict[str, Any] = {
     "chunked_prefill_size": 16384,
 }
 
-# Environment of both engines. SGLang draws dummy weights from +-1e-3, which makes the answer nearly independent of the
-# prompt: the correctness section then reports "blind". Whatever re-initialises dummy weights (slow decay, sharp
-# attention) is switched on here, so that both engines get the same weights. The stock engine loads no plugin unless
-# SGLANG_PLUGINS names it.
-DUMMY_WEIGHTS_ENV: dict[str, str] = {}
+# SGLang's plugins by engine (an allow-list: no other plugin of this environment touches the baseline). random_weights
+# replaces the dummy loader's weights, under which answers hardly depend on the prompt, by equal ones in both engines.
+PLUGINS = {"stock": "random_weights", "tail_replay": "tailreplay,random_weights"}
 
 
 # ---------------------------------------------------------------------------------------------------- token plans
@@ -245,13 +243,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def plugin_int(meta_info: Mapping[str, Any], what: str) -> int | None:
     """What the plugin tells about an answer: matched, replayed or generation. None where it tells nothing (a miss, or
     stock SGLang)."""
-    sources = (meta_info.get("cached_tokens_details") or {}, meta_info)
-    names = (f"tail_replay_{what}", f"tail_replay_{what}_tokens")
-    found = [source[name] for source in sources for name in names if name in source]
-    value = found[0] if found else None
-    if isinstance(value, (list, tuple)):  # SGLang's customized info has one element per generated token
-        value = value[0] if value else None
-    return None if value is None else int(value)
+    return (meta_info.get("cached_tokens_details") or {}).get(f"tail_replay_{what}")
 
 
 def summarise_ttft(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

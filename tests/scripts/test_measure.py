@@ -80,10 +80,9 @@ def test_spread():
     [
         ({}, None),
         ({"cached_tokens_details": None}, None),
-        ({"cached_tokens_details": {"device": 9, "tail_replay_replayed": 7}}, 7),
-        ({"tail_replay_replayed_tokens": [3, 3]}, 3),
-        ({"tail_replay_replayed_tokens": []}, None),
-        ({"tail_replay_replayed": 0}, 0),
+        ({"cached_tokens_details": {"device": 5, "host": 0}}, None),
+        ({"cached_tokens_details": {"device": 5, "tail_replay_replayed": 3}}, 3),
+        ({"cached_tokens_details": {"device": 5, "tail_replay_replayed": 0}}, 0),
     ],
 )
 def test_plugin_int(meta_info, expected):

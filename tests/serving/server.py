@@ -225,26 +225,17 @@ def free_port() -> int:
 
 def _answer(reply: dict[str, Any]) -> Answer:
     meta = reply["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
     return Answer(
         tokens=reply["output_ids"],
         cached_tokens=meta["cached_tokens"],
-        matched=_plugin_int(meta, "matched"),
-        replayed=_plugin_int(meta, "replayed"),
-        generation=_plugin_int(meta, "generation"),
+        matched=details.get("tail_replay_matched"),
+        replayed=details.get("tail_replay_replayed"),
+        generation=details.get("tail_replay_generation"),
         logprobs=_logprobs(meta) if "output_token_logprobs" in meta else None,
         finish_reason=(meta.get("finish_reason") or {}).get("type", ""),
         meta=meta,
     )
-
-
-def _plugin_int(meta: dict[str, Any], what: str) -> int | None:
-    sources = (meta.get("cached_tokens_details") or {}, meta)
-    names = (f"tail_replay_{what}", f"tail_replay_{what}_tokens")
-    found = [source[name] for source in sources for name in names if name in source]
-    value = found[0] if found else None
-    if isinstance(value, list):  # SGLang's customized info has one element per generated token
-        value = value[0] if value else None
-    return None if value is None else int(value)
 
 
 def _logprobs(meta: dict[str, Any]) -> list[dict[int, float]]:

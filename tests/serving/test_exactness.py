@@ -1,4 +1,4 @@
-"""r = 1 in float32: whatever was cached, wherever the boundary lies, the tokens are those of a server without a cache."""
+"""r = 1 in float32: whatever was cached, wherever the boundary lies, the tokens are those of a server without cache."""
 
 import random
 
@@ -52,11 +52,10 @@ def test_boundary_inside_generated_text(exact, cold, prompt, kept):
 
 def test_five_turns_whose_answers_are_shortened(exact, cold, prompt):
     """A chat template that drops the thinking: each turn's prompt leaves the cached text inside the last answer."""
-    history = prompt(120)
+    history, expected = prompt(120), 0
     for turn in range(5):
         answer = exact.generate(history, 20)
-        if turn:
-            assert answer.cached_tokens == expected
+        assert answer.cached_tokens == expected
         assert answer.tokens == cold.generate(history, 20).tokens
         kept = 20 - 3 * turn
         expected = len(history) + kept
