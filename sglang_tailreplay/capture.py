@@ -2,7 +2,8 @@
 
 SGLang hands a layer's incoming residual stream to `captured_last_layer_outputs` (the hook of its draft models): exact,
 with all fusions and reductions done. Eager passes copy it aside and send it to the row store at once, group by group.
-Inside decode CUDA graphs it is copied to a fixed buffer, which is emptied after the graph has run.
+Inside decode CUDA graphs it is copied to a fixed buffer, which is copied aside after the graph has run; a few steps go
+to the row store together, because a hand-over costs the host more than the copy costs the link.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sglang_tailreplay.radix.rows import NO_ROW
+from sglang_tailreplay.radix.rows import NO_ROW, no_rows
 
 # group or None for all, hidden states [T, d] or [G, T, d], row ids [T]
 WriteOut = Callable[[int | None, torch.Tensor, np.ndarray], object]
+STEPS_TOGETHER = 8  # decode steps per write-out
 
 
 class Capture:
@@ -28,6 +30,7 @@ class Capture:
         self._graph_buffer: torch.Tensor | None = None  # [G, max batch, d]
         self._rows: np.ndarray | None = None
         self._missing: set[int] = set()
+        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # decode steps: [G, T, d], [T]
 
     def allocate_graph_buffer(self, max_batch: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
         """Must run before CUDA graphs are captured: its address becomes part of them."""
@@ -43,6 +46,7 @@ class Capture:
 
     def begin(self, rows: np.ndarray | None) -> None:
         """A forward pass over len(rows) tokens starts; None or all NO_ROW: nothing is stored."""
+        assert self._rows is None, "a forward pass began inside another one"
         self._rows = rows if rows is not None and (rows != NO_ROW).any() else None
         self._missing = set(self._row_of_layer.values()) if self._rows is not None else set()
 
@@ -53,9 +57,18 @@ class Capture:
             return
         if ran_graph:
             # The next graph overwrites the buffer; the copy is in order behind this one and before that one.
-            self._write_out(None, self._graph_buffer[:, : len(rows)].clone(), rows)
+            self._pending.append((self._graph_buffer[:, : len(rows)].clone(), rows))
+            if len(self._pending) == STEPS_TOGETHER:
+                self.flush()
         else:
             assert not missing, f"the forward pass went past the capture of groups {sorted(missing)}"
+
+    def flush(self) -> None:
+        """Send what waits to the row store: before rows are fetched, and before a row may be written again."""
+        if self._pending:
+            hidden, rows = zip(*self._pending, strict=True)
+            self._pending = []
+            self._write_out(None, torch.cat(hidden, dim=1), keep_last(np.concatenate(rows)))
 
     def abandon(self) -> None:
         """The pass failed; its rows are never read, because its requests fail with it."""
@@ -68,7 +81,20 @@ class Capture:
             self._graph_buffer[row, :n].copy_(hidden[:n])
             return
         self._missing.discard(row)
+        self.flush()
         self._write_out(row, hidden[: len(self._rows)].clone(), self._rows)
+
+
+def keep_last(ids: np.ndarray) -> np.ndarray:
+    """Of a row that is written more than once only the last write counts; the others become NO_ROW.
+
+    It happens where a request ended between two decode steps and its row went to another one.
+    """
+    _, from_end = np.unique(ids[::-1], return_index=True)
+    last = len(ids) - 1 - from_end
+    kept = no_rows(len(ids))
+    kept[last] = ids[last]
+    return kept
 
 
 class Sink:

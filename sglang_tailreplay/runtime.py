@@ -124,6 +124,7 @@ class Runtime:
     def replay(self, hits: tuple[Hit, ...]) -> None:
         """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""
         if hits and self._replayer is not None:
+            self.capture.flush()
             self._replayer.run(hits, torch.stack([hit.slot for hit in hits]).to(torch.int32))
 
     # ---- reporting ----

@@ -111,7 +111,7 @@ class Runner:
             yield row
 
     def compare(self, case: Case) -> dict[str, Any]:
-        ratio = case.ratio if self.plan.name == "tail_replay" else None
+        ratio = case.ratio if self.plan.name != "stock" else None
         suffix = self.ids((Segment(f"case/{case.name}/suffix", self.plan.sizes.suffix),))
         self.flush()
         context, matched = self.prime(case, ratio)
@@ -125,6 +125,8 @@ class Runner:
             "cold_cached": cache_facts(cold)["cached"],
             "hit_vs_cold": compare_replies(hit, cold),
             "control_vs_cold": compare_replies(control, cold),
+            "hit_first": positions(hit)[0],
+            "cold_first": positions(cold)[0],
         }
 
     def prime(self, case: Case, ratio: float | None) -> tuple[list[int], int]:

@@ -97,13 +97,16 @@ def _plan(options: argparse.Namespace, name: str, model: Path, vocab_size: int) 
     args = {"model_path": str(model), **measure.ENGINE_ARGS}
     search = [str(SCRIPTS / "lib" / "weights_plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"SGLANG_PLUGINS": measure.PLUGINS[name], "PYTHONPATH": os.pathsep.join(search)}
-    if name == "tail_replay":
+    if name != "stock":
         args["radix_cache_backend"] = "tail_replay"
         config = {"ratio": options.ratios[0], "mode": "replay", **settings(options.config, name, json.loads)}
         env["SGLANG_TAILREPLAY"] = json.dumps(config)
+    sections = options.only
+    if name == "float32":
+        args, env, sections = args | measure.FLOAT32_ARGS, env | measure.FLOAT32_ENV, ("correctness",)
     args |= settings(options.engine_arg, name, json.loads)
     env |= settings(options.engine_env, name, str)
-    return EnginePlan(name, args, env, options.only, vocab_size, sizes_of(options))
+    return EnginePlan(name, args, env, sections, vocab_size, sizes_of(options))
 
 
 def settings(pairs: list[str], engine: str, read: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 SECTIONS = ("capacity", "correctness", "ttft", "throughput")
-ENGINES = ("stock", "tail_replay")
+ENGINES = ("stock", "tail_replay", "float32")  # float32: tail replay again, the reference of the correctness section
 
 ENGINE_ARGS: dict[str, Any] = {
     "load_format": "dummy",
@@ -26,7 +26,12 @@ ENGINE_ARGS: dict[str, Any] = {
 
 # SGLang's plugins by engine (an allow-list: no other plugin of this environment touches the baseline). random_weights
 # replaces the dummy loader's weights, under which answers hardly depend on the prompt, by equal ones in both engines.
-PLUGINS = {"stock": "random_weights", "tail_replay": "tailreplay,random_weights"}
+_WITH_TAIL_REPLAY = "tailreplay,random_weights"
+PLUGINS = {"stock": "random_weights", "tail_replay": _WITH_TAIL_REPLAY, "float32": _WITH_TAIL_REPLAY}
+
+# FlashInfer has no float32 attention; the convolution states have a dtype of their own.
+FLOAT32_ARGS = {"dtype": "float32", "attention_backend": "triton"}
+FLOAT32_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 
 
 # ---------------------------------------------------------------------------------------------------- token plans
@@ -158,8 +163,7 @@ def _fresh(kind: str, number: int, count: int, length: int) -> tuple[Prompt, ...
 
 
 def correctness_plan(sizes: Sizes, engine: str, chunk: int) -> list[Case]:
-    """The stock engine runs the same cases with an exact state at the boundary: its differences are what splitting a
-    prefill costs in this dtype. Ratios below 1 are measured, not judged."""
+    """The same prompts on every engine, with r = 1. Ratios below 1 are measured, not judged."""
     boundaries = [*sizes.boundaries, chunk - 1, chunk, chunk + 1]
     cases = [Case(f"m={m}", "prefix", m, 1.0) for m in boundaries]
     largest = max(sizes.boundaries)
@@ -328,20 +332,34 @@ def _kl(p: Position, q: Position) -> float:
 FLOOR = 1e-3  # bf16 log-probabilities near zero: below this a difference says nothing
 
 
-def judge(tail: Sequence[Mapping[str, Any]], stock: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per case at r=1: the hit must reach its boundary with a tail that is all of it, and its error must stay within
-    twice the largest difference that splitting a prefill makes in stock SGLang. The other stock cases are only shown:
-    a wrong state there must not widen the tolerance.
+Cases = Sequence[Mapping[str, Any]]
+
+
+def judge(tail: Cases, stock: Cases, float32: Cases) -> list[dict[str, Any]]:
+    """Per case at r=1 the hit must reach its boundary with a tail that is all of it. Then, on the first new token:
+
+    float32      hit against cold prefill: within 1% of what another prefix changes
+    tail_replay  hit against the float32 cold prefill: at most twice the largest error of its own cold prefills, which
+                 is what rounding costs in this dtype; only where the prompt does not depend on earlier answers
+    stock        only shown
 
     blind: a prompt with another prefix looks the same too, so agreement proves nothing."""
-    splits = [case["hit_vs_cold"]["max_abs"] for case in stock if case["how"] == "prefix"]
-    allowed = max(2 * max(splits), FLOOR) if splits else None
-    rows = [{**case, "engine": "stock", "allowed": None, "verdict": "reference"} for case in stock]
-    return rows + [{**case, "engine": "tail_replay", **_verdict(case, allowed)} for case in tail]
+    truth = {case["name"]: case["cold_first"] for case in float32 if case["how"] == "prefix"}
+    rows = [{**case, "engine": "stock", "error": None, "allowed": None, "verdict": "reference"} for case in stock]
+    for case in float32:
+        allowed = case["control_vs_cold"]["max_abs"] / 100
+        rows.append({**case, "engine": "float32", **_verdict(case, case["hit_vs_cold"]["max_abs"], allowed)})
+    rounding = [_max_abs(case["cold_first"], truth[case["name"]]) for case in tail if case["name"] in truth]
+    allowed = max(2 * max(rounding), FLOOR) if rounding else None
+    for case in tail:
+        known = case["name"] in truth
+        error = _max_abs(case["hit_first"], truth[case["name"]]) if known else None
+        rows.append({**case, "engine": "tail_replay", **_verdict(case, error, allowed if known else None)})
+    return rows
 
 
-def _verdict(case: Mapping[str, Any], allowed: float | None) -> dict[str, Any]:
-    error, control = case["hit_vs_cold"]["max_abs"], case["control_vs_cold"]["max_abs"]
+def _verdict(case: Mapping[str, Any], error: float | None, allowed: float | None) -> dict[str, Any]:
+    control = case["control_vs_cold"]["max_abs"]
     blind = allowed is not None and control <= 2 * allowed
     if case["cached"] < case["matched"]:
         verdict = "SHORT HIT"
@@ -350,12 +368,12 @@ def _verdict(case: Mapping[str, Any], allowed: float | None) -> dict[str, Any]:
     elif case["replayed"] is None or case["replayed"] < case["cached"]:
         verdict = "SHORT TAIL"
     elif allowed is None:
-        verdict = "no reference"
+        verdict = "measured"
     elif error > allowed:
         verdict = "WRONG"
     else:
         verdict = "blind" if blind else "ok"
-    return {"allowed": allowed, "verdict": verdict}
+    return {"error": error, "allowed": allowed, "verdict": verdict}
 
 
 FAILING = ("SHORT HIT", "SHORT TAIL", "WRONG")
@@ -373,10 +391,7 @@ def assemble(
     header: Mapping[str, Any], engines: Mapping[str, Any], unit: Mapping[str, Any] | None, wall_seconds: float
 ) -> dict[str, Any]:
     """The JSON document. `problems` is empty exactly when the run may be quoted."""
-    cases = judge(
-        section_result(engines, "tail_replay", "correctness") or [],
-        section_result(engines, "stock", "correctness") or [],
-    )
+    cases = judge(*(section_result(engines, name, "correctness") or [] for name in ("tail_replay", "stock", "float32")))
     report = {"schema": 1, **header, "unit": unit, "engines": engines, "correctness": cases}
     report["problems"] = list(problems(report))
     report["wall_seconds"] = round(wall_seconds, 1)
@@ -471,10 +486,11 @@ def _capacity_table(engines: Mapping[str, Any]) -> str:
 
 
 def _correctness_table(cases: Sequence[Mapping[str, Any]]) -> str:
-    header = ("engine", "case", "boundary", "cached", "replayed", "max |dlogp|", "KL", "allowed", "other prefix", "")
+    header = ("engine", "case", "boundary", "cached", "replayed", "hit - cold", "KL")
+    header += ("error", "allowed", "other prefix", "")
     rows = [
         tuple(case[key] for key in ("engine", "name", "matched", "cached", "replayed"))
-        + (case["hit_vs_cold"]["max_abs"], case["hit_vs_cold"]["kl"], case["allowed"])
+        + (case["hit_vs_cold"]["max_abs"], case["hit_vs_cold"]["kl"], case["error"], case["allowed"])
         + (case["control_vs_cold"]["max_abs"], case["verdict"])
         for case in cases
     ]

@@ -129,30 +129,38 @@ def test_answers_without_a_common_token_cannot_be_compared():
 
 def case(**changes):
     row = {"name": "m=300", "how": "prefix", "ratio": 1.0, "matched": 300, "cached": 300, "replayed": 300}
-    error, control = changes.pop("error", 0.0), changes.pop("control", 5.0)
-    differences = {"hit_vs_cold": {"max_abs": error, "kl": 0.0}, "control_vs_cold": {"max_abs": control, "kl": 1.0}}
-    return row | differences | changes
+    hit, cold, control = changes.pop("hit", 0.0), changes.pop("cold", 0.0), changes.pop("control", 5.0)
+    row["hit_vs_cold"] = {"max_abs": abs(hit - cold), "kl": 0.0}
+    row["control_vs_cold"] = {"max_abs": control, "kl": 1.0}
+    return row | {"hit_first": {"7": -2.0 - hit}, "cold_first": {"7": -2.0 - cold}} | changes
 
 
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({"error": 0.02}, "ok"),
-        ({"error": 0.03}, "WRONG"),
-        ({"error": 0.02, "control": 0.03}, "blind"),
+        ({"hit": 0.19}, "ok"),
+        ({"hit": -0.21}, "WRONG"),
+        ({"hit": 0.19, "control": 0.3}, "blind"),
         ({"cached": 299}, "SHORT HIT"),
         ({"replayed": 64}, "SHORT TAIL"),
         ({"replayed": None}, "SHORT TAIL"),
-        ({"ratio": 0.05, "replayed": 64, "error": 3.0}, "measured"),
+        ({"ratio": 0.05, "replayed": 64, "hit": 3.0}, "measured"),
+        ({"name": "generated", "how": "generated", "hit": 3.0}, "measured"),
     ],
 )
-def test_judge_allows_twice_what_a_split_prefill_does_in_stock_sglang(changes, verdict):
-    stock = [case(error=0.0125), case(how="generated", error=9.0)]  # the second one must not widen the tolerance
-    assert measure.judge([case(**changes)], stock)[-1]["verdict"] == verdict
+def test_judge_allows_twice_the_rounding_of_a_cold_prefill(changes, verdict):
+    tail = [case(name="other", cold=0.1), case(cold=-0.05, **changes)]
+    float32 = [case(name="other"), case(), case(name="generated", how="generated", hit=0.01, cold=0.0)]
+    assert measure.judge(tail, [], float32)[-1]["verdict"] == verdict
 
 
-def test_judge_without_a_stock_run_gives_no_verdict():
-    assert measure.judge([case()], [])[-1]["verdict"] == "no reference"
+@pytest.mark.parametrize(("hit", "verdict"), [(0.04, "ok"), (0.06, "WRONG")])
+def test_judge_allows_a_hundredth_of_another_prefix_in_float32(hit, verdict):
+    assert measure.judge([], [], [case(hit=hit, control=5.0)])[-1]["verdict"] == verdict
+
+
+def test_judge_without_a_reference_gives_no_verdict():
+    assert measure.judge([case()], [case()], [])[-1]["verdict"] == "measured"
 
 
 def engine(sections, error=None):
@@ -168,8 +176,9 @@ def test_report_names_every_problem_and_prints_what_there_is():
     engines = {
         "stock": engine({"correctness": outcome([case()]), "ttft": outcome(None, False, "Traceback\nValueError: no")}),
         "tail_replay": engine(
-            {"correctness": outcome([case(error=1.0)]), "ttft": outcome(measure.summarise_ttft(samples))}, "killed"
+            {"correctness": outcome([case(hit=1.0)]), "ttft": outcome(measure.summarise_ttft(samples))}, "killed"
         ),
+        "float32": engine({"correctness": outcome([case()])}),
     }
     report = measure.assemble({"commit": "abc"}, engines, {"returncode": 1}, 12.3)
     assert report["problems"] == [
