@@ -73,12 +73,15 @@ class TailReplayComponent(MambaComponent):
     def alloc(self, n: int) -> np.ndarray:
         """[n] row ids. Where the store has no room the *first* are NO_ROW, so that the rows there are make a tail."""
         if self.pool.free_rows < n:
-            self._evict_rows(n - self.pool.free_rows)
+            self._evict_rows(n)
         ids = self.pool.alloc(n)
         return ids if len(ids) == n else np.concatenate((no_rows(n - len(ids)), ids))
 
     def _evict_rows(self, wanted: int) -> None:
-        """Take rows from the nodes used longest ago, sparing locked ones: their tails may be fetched any moment."""
+        """Until `wanted` rows are free, take rows from the nodes used longest ago.
+
+        Locked nodes are spared: their tails may be fetched any moment.
+        """
         # A little more than wanted, so that a full store does not sort its nodes for every decode step.
         goal = min(wanted + self.pool.capacity // 64, self.pool.capacity)
         unlocked = [n for n in self._holders.values() if n.component_data[_FULL].lock_ref == 0]

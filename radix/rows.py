@@ -1,8 +1,8 @@
 """Who owns which row of the row store: a pool of row ids, the rows of a running request, the rows of a tree node.
 
 Pure integers, no torch. A *row* is one token's hidden states, one per group, in the pinned row store; its id is an
-index into that store. Every id is owned by exactly one of: the free list, one RequestRows (tokens computed, not yet in the
-tree), one RowSpan (the tokens of a tree node). Ownership moves, it is never shared, so rows live exactly as long as
+index into that store. Every id is owned by exactly one of: the free list, one RequestRows (tokens computed, not yet in
+the tree), one RowSpan (the tokens of a tree node). Ownership moves, it is never shared, so rows live exactly as long as
 the cached token they belong to, on whatever tier its KV is.
 """
 

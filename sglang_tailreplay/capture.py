@@ -2,7 +2,7 @@
 
 SGLang hands a layer's incoming residual stream to `captured_last_layer_outputs` (the hook of its draft models): exact,
 with all fusions and reductions done. Eager passes copy it aside and send it to the row store at once, group by group.
-Inside decode CUDA graphs it is copied to a fixed buffer, which is copied aside after the graph has run; a few steps go
+Inside CUDA graphs it is copied to a fixed buffer, which is copied aside after the graph has run; a few decode steps go
 to the row store together, because a hand-over costs the host more than the copy costs the link.
 """
 
@@ -17,7 +17,8 @@ from sglang_tailreplay.radix.rows import NO_ROW, no_rows
 
 # group or None for all, hidden states [T, d] or [G, T, d], row ids [T]
 WriteOut = Callable[[int | None, torch.Tensor, np.ndarray], object]
-STEPS_TOGETHER = 8  # decode steps per write-out
+STEPS_TOGETHER = 8  # decode steps per write-out ...
+TOKENS_TOGETHER = 1024  # ... unless so many tokens wait
 
 
 class Capture:
@@ -27,14 +28,14 @@ class Capture:
         self._row_of_layer = row_of_layer
         self._write_out = write_out
         self._in_graph_capture = in_graph_capture
-        self._graph_buffer: torch.Tensor | None = None  # [G, max batch, d]
+        self._graph_buffer: torch.Tensor | None = None  # [G, most tokens of a graph, d]
         self._rows: np.ndarray | None = None
         self._missing: set[int] = set()
-        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # decode steps: [G, T, d], [T]
+        self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # passes that ran in a graph: [G, T, d], [T]
 
-    def allocate_graph_buffer(self, max_batch: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    def allocate_graph_buffer(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
         """Must run before CUDA graphs are captured: its address becomes part of them."""
-        shape = (len(self._row_of_layer), max_batch, hidden_size)
+        shape = (len(self._row_of_layer), max_tokens, hidden_size)
         self._graph_buffer = torch.zeros(shape, dtype=dtype, device=device)
 
     def sink_for(self, layer: int) -> Sink | None:
@@ -58,7 +59,8 @@ class Capture:
         if ran_graph:
             # The next graph overwrites the buffer; the copy is in order behind this one and before that one.
             self._pending.append((self._graph_buffer[:, : len(rows)].clone(), rows))
-            if len(self._pending) == STEPS_TOGETHER:
+            waiting = sum(len(rows) for _, rows in self._pending)
+            if len(self._pending) == STEPS_TOGETHER or waiting >= TOKENS_TOGETHER:
                 self.flush()
         else:
             assert not missing, f"the forward pass went past the capture of groups {sorted(missing)}"
@@ -77,8 +79,9 @@ class Capture:
     def receive(self, row: int, hidden: torch.Tensor) -> None:
         """hidden [T', d], T' >= T where the pass is padded. It may change as soon as this returns."""
         if self._in_graph_capture():
-            n = min(hidden.shape[0], self._graph_buffer.shape[1])
-            self._graph_buffer[row, :n].copy_(hidden[:n])
+            tokens, room = hidden.shape[0], self._graph_buffer.shape[1]
+            assert tokens <= room, f"a CUDA graph of {tokens} tokens, but the buffer of the capture has {room}"
+            self._graph_buffer[row, :tokens].copy_(hidden)
             return
         self._missing.discard(row)
         self.flush()

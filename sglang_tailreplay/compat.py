@@ -145,14 +145,13 @@ def create_cache(ctx: Any, cache_class: type, component_class: type) -> Any:
     return cache_class(ctx.params)
 
 
-def decode_graph_batches(model_runner: Any) -> list[int]:
-    """Batch sizes for which decode CUDA graphs will be captured; empty where they are off."""
-    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import get_batch_sizes_to_capture
-
-    if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
-        return []
-    sizes, _ = get_batch_sizes_to_capture(model_runner, 1)
-    return sizes
+def largest_graph(model_runner: Any) -> int:
+    """Tokens of the largest forward pass that may run in a CUDA graph, decode or prefill."""
+    graphs = model_runner.server_args.cuda_graph_config
+    phases = [phase for phase in (graphs.decode, graphs.prefill) if phase.backend != "disabled"]
+    sizes = [size for phase in phases for size in phase.bs or ()]
+    # A decode batch is padded to a captured size, which may lie above the number of requests.
+    return max([*sizes, model_runner.req_to_token_pool.size])
 
 
 def in_graph_capture() -> bool:

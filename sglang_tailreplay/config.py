@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +15,13 @@ from sglang_tailreplay.errors import TailReplayError
 BACKEND = "tail_replay"
 ENVIRONMENT = "SGLANG_TAILREPLAY"
 MODES = ("replay", "zero", "off")
+SWITCHES = ("overlap", "skip", "self_check")  # on, unless their flag --tail-replay-no-... is given
 CONV_WIDTH = 4  # a shorter tail could not even fill the convolution window of the first replayed layer
 
 
-def _refuse(key: str, value: Any, wanted: str) -> TailReplayError:
-    where = f"key {key!r} of {ENVIRONMENT}, flag --tail-replay-{dashed(key)}"
+def _refuse(key: str, value: Any, wanted: str, where: str | None = None) -> TailReplayError:
+    if where is None:
+        where = f"key {key!r} of {ENVIRONMENT}, flag --tail-replay-{'no-' if key in SWITCHES else ''}{dashed(key)}"
     return TailReplayError(f"{key}={value!r}: {wanted} ({where})")
 
 
@@ -26,10 +29,10 @@ def dashed(key: str) -> str:
     return key.replace("_", "-")
 
 
-def check_ratio(value: Any, key: str = "ratio") -> float:
-    """A replay ratio r in (0, 1]; TailReplayError otherwise."""
+def check_ratio(value: Any, key: str = "ratio", where: str | None = None) -> float:
+    """A replay ratio r in (0, 1]; TailReplayError otherwise, which says where the value was given."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise _refuse(key, value, "the replay ratio must be a number in (0, 1]")
+        raise _refuse(key, value, "the replay ratio must be a number in (0, 1]", where)
     return float(value)
 
 
@@ -59,16 +62,16 @@ class TailReplayConfig:
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens, self.min_tokens)
         if self.host_gb is not None and not (
-            isinstance(self.host_gb, int | float) and not isinstance(self.host_gb, bool) and self.host_gb > 0
+            isinstance(self.host_gb, int | float) and not isinstance(self.host_gb, bool) and 0 < self.host_gb < math.inf
         ):
             raise _refuse("host_gb", self.host_gb, "must be a positive number of GiB")
-        for key in ("overlap", "skip", "self_check"):
+        for key in SWITCHES:
             if not isinstance(getattr(self, key), bool):
                 raise _refuse(key, getattr(self, key), "must be true or false")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> TailReplayConfig:
-        """Parse the JSON object in SGLANG_TAILREPLAY; defaults where it is unset."""
+    def from_environment(cls, environ: Mapping[str, str] = os.environ, **flags: Any) -> TailReplayConfig:
+        """Parse the JSON object in SGLANG_TAILREPLAY; a flag beats its key, defaults where neither is given."""
         text = environ.get(ENVIRONMENT, "").strip() or "{}"
         try:
             values = json.loads(text)
@@ -80,7 +83,7 @@ class TailReplayConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise TailReplayError(f"{ENVIRONMENT}: unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
-        return cls(**values)
+        return cls(**{**values, **flags})
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

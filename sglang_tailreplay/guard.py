@@ -16,6 +16,15 @@ from sglang_tailreplay.errors import TailReplayError
 
 logger = logging.getLogger(__name__)
 
+DECODE_GRAPHS = ("full", "disabled")
+PREFILL_GRAPHS = ("breakable", "disabled")
+# Sizes of prefill CUDA graphs. Up to 2048 tokens: larger passes gain nothing from a graph, and the buffer in which
+# graphs leave their hidden states has the size of the largest. SGLang's own sizes start at 4, and a pass may not be
+# less than half of its graph; the 2 is for the one token that is left of a prompt that is sent again.
+PREFILL_GRAPH_SIZES = (
+    *(2, *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32)),
+    *(*range(576, 1025, 64), *range(1280, 2049, 256)),
+)
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _OFF = "or choose SGLang's own cache with --tail-replay-mode off"
 
@@ -68,12 +77,12 @@ REFUSALS = (
     ),
     Refusal(lambda a: a.dllm_algorithm, "--dllm-algorithm", "diffusion models have no recurrent state"),
     Refusal(
-        lambda a: a.cuda_graph_backend_prefill not in (None, "disabled"),
+        lambda a: a.cuda_graph_backend_prefill not in (None, *PREFILL_GRAPHS),
         "--cuda-graph-backend-prefill",
-        "hidden states are not captured inside prefill graphs yet; only 'disabled' works",
+        "hidden states are captured inside 'breakable' graphs only",
     ),
     Refusal(
-        lambda a: a.cuda_graph_backend_decode not in (None, "full", "disabled"),
+        lambda a: a.cuda_graph_backend_decode not in (None, *DECODE_GRAPHS),
         "--cuda-graph-backend-decode",
         "hidden states are captured inside 'full' graphs only",
     ),
@@ -99,9 +108,8 @@ def prepare(server_args: Any) -> None:
     # 'auto' would choose extra_buffer, which stores states, or turn overlap scheduling off for no_buffer.
     server_args.mamba_radix_cache_strategy = "no_buffer"
     server_args.page_size = 1
-    if server_args.cuda_graph_backend_prefill is None and _is_cuda(server_args):
-        logger.warning("tail_replay: prefill CUDA graphs are off: hidden states are not captured inside them yet")
-    server_args.cuda_graph_backend_prefill = "disabled"
+    if server_args.cuda_graph_max_bs_prefill is None and server_args.cuda_graph_bs_prefill is None:
+        server_args.cuda_graph_bs_prefill = list(PREFILL_GRAPH_SIZES)
 
 
 def check(server_args: Any) -> None:
@@ -121,18 +129,15 @@ def check(server_args: Any) -> None:
         raise TailReplayError(
             f"tail_replay: --attention-backend trtllm_mha needs larger pages; choose flashinfer or triton, {_OFF}."
         )
-    prefill = server_args.cuda_graph_config.prefill.backend if server_args.cuda_graph_config else "disabled"
-    if prefill != "disabled":
+    graphs = server_args.cuda_graph_config
+    if graphs.decode.backend not in DECODE_GRAPHS:
         raise TailReplayError(
-            f"tail_replay: --cuda-graph-config asks for prefill backend {prefill!r}; only 'disabled' works, {_OFF}."
+            f"tail_replay: --cuda-graph-config asks for decode backend {graphs.decode.backend!r}; hidden states are "
+            f"captured inside 'full' graphs only. Leave it out, {_OFF}."
         )
-
-
-def _is_cuda(server_args: Any) -> bool:
-    return server_args.device in (None, "cuda") and _cuda_available()
-
-
-def _cuda_available() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    if graphs.prefill.backend not in PREFILL_GRAPHS:
+        logger.warning(
+            "tail_replay: prefill CUDA graphs are off: hidden states are not captured inside %r graphs",
+            graphs.prefill.backend,
+        )
+        graphs.prefill.backend = "disabled"

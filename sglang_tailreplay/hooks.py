@@ -25,18 +25,18 @@ def install(hooks: tuple[Hook, ...]) -> None:
     """Register, apply and verify. TailReplayError names the first target that did not take its hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in hooks:
-        target = compat.target(hook.target)
+    targets = [compat.target(hook.target) for hook in hooks]
+    for target in targets:
         problem = compat.signature_problem(target)
         if problem:
             raise TailReplayError(f"tail_replay: SGLang {compat.installed_version()} cannot be hooked: {problem}")
+    originals = [compat.resolve(target.path) for target in targets]
+    for target, hook in zip(targets, hooks, strict=True):
         HookRegistry.register(target.path, hook.function, HookType(hook.kind))
-    before = {hook: compat.resolve(compat.target(hook.target).path) for hook in hooks}
     HookRegistry.apply_hooks()  # logs failures and goes on, hence:
-    for hook, original in before.items():
-        path = compat.target(hook.target).path
-        if compat.resolve(path) is original:
-            raise TailReplayError(f"tail_replay: the hook on {path} did not attach; another plugin may have taken it")
+    for target, original in zip(targets, originals, strict=True):
+        if compat.resolve(target.path) is original:
+            raise TailReplayError(f"tail_replay: no hook attached to {target.path}; another plugin may have taken it")
 
 
 # ---- entry hooks ----

@@ -7,7 +7,6 @@ engine with this package's kernels, and starts sglang.launch_server.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import MutableMapping
@@ -31,11 +30,10 @@ def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
     unknown = [word for word in rest if word.startswith("--tail-replay-")]
     if unknown:
         raise TailReplayError(f"unknown flag {unknown[0]}; --help lists the --tail-replay flags")
-    inherited = json.loads(environ.get(config.ENVIRONMENT) or "{}")
-    chosen = config.TailReplayConfig.from_environment({config.ENVIRONMENT: json.dumps({**inherited, **vars(flags)})})
+    chosen = config.TailReplayConfig.from_environment(environ, **vars(flags))
     environ[config.ENVIRONMENT] = chosen.to_json()
     if any(word.split("=")[0] == "--radix-cache-backend" for word in rest):
-        raise TailReplayError("--radix-cache-backend is this launcher's choice; --tail-replay-mode off chooses SGLang's")
+        raise TailReplayError("--radix-cache-backend is this launcher's choice; --tail-replay-mode off takes SGLang's")
     return rest if chosen.mode == "off" else [*rest, "--radix-cache-backend", config.BACKEND]
 
 

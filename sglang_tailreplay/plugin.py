@@ -34,6 +34,8 @@ def register() -> None:
         _install_entry_hooks()
     except TailReplayError as error:
         _refuse_when_chosen(str(error))
+    except Exception as error:  # whatever it is, nobody but the users of this backend should see it
+        _refuse_when_chosen(f"tail_replay: the plugin failed to load: {type(error).__name__}: {error}")
 
 
 def _install_entry_hooks() -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang_tailreplay.cuda_streams.lanes import keep
 from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.groups import EMBEDDING, Group
 from sglang_tailreplay.replay.tail import Launch, pack
@@ -43,9 +42,9 @@ class Replayer:
         """
         with self._stopwatch.measure("wait"):
             cleared = self._lanes.mark_current("slots cleared")
-            keep(slots, self._lanes.replay)
             inputs = _Inputs(self._engine, hits, self._embed, self._fetch, self._lanes, slots.device)
             with self._lanes.replay.after(cleared):
+                self._lanes.replay.reads(slots)
                 with self._stopwatch.measure("replay"):
                     self._engine.run([len(hit.rows) for hit in hits], slots, inputs)
                 replayed = self._lanes.replay.record("states replayed")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_LAUNCH_TOKENS = 4096
 # State slots when --max-running-requests does not say how many: this share of the memory for caches, within bounds.
 STATE_SHARE, LEAST_SLOTS, MOST_SLOTS = 0.1, 8, 256
+IDLE_SECONDS = 0.5  # before the row accounting is checked
 
 
 def choose_state_slots(max_running_requests: int | None, rest_bytes: int, state_bytes: int) -> int:
@@ -57,7 +59,8 @@ class Runtime:
         self._replayer: Replayer | None = None
         self._metrics: Metrics | None = None
         self._stopwatch: Stopwatch | None = None
-        self._checked_version = -1
+        self._checked_version = self._idle_version = -1  # RowPool.version: last checked, last seen idle
+        self._idle_since = 0.0
 
     # ---- start ----
 
@@ -78,8 +81,8 @@ class Runtime:
         self._mover = RowMover(self._store.rows, self._lanes, device)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
-            max_batch = max(model_runner.req_to_token_pool.size, *compat.decode_graph_batches(model_runner), 1)
-            self.capture.allocate_graph_buffer(max_batch, model.hidden_size, model_runner.dtype, device)
+            tokens = compat.largest_graph(model_runner)
+            self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
 
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
@@ -143,14 +146,21 @@ class Runtime:
         self._metrics.rows(pool.used_rows, pool.capacity)
 
     def on_idle(self) -> None:
-        """The server is idle: the row accounting must add up, and no row may belong to a request."""
-        cache = self.planner.cache
+        """Called over and over while the server is idle: the row accounting must add up.
+
+        The check takes milliseconds per million rows, which a client that sends one request after the other would
+        notice. So it waits until nothing has changed for a while.
+        """
+        cache, now = self.planner.cache, time.monotonic()
         if cache is None or cache.rows.pool.version == self._checked_version:
             return
-        cache.check_invariants()
-        self._checked_version = cache.rows.pool.version
-        if self._metrics is not None:
-            self._report_rows()
+        if cache.rows.pool.version != self._idle_version:
+            self._idle_version, self._idle_since = cache.rows.pool.version, now
+        elif now - self._idle_since >= IDLE_SECONDS:
+            cache.check_invariants()
+            self._checked_version = cache.rows.pool.version
+            if self._metrics is not None:
+                self._report_rows()
 
 
 _runtime: Runtime | None = None

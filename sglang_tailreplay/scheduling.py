@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang_tailreplay.radix.tree import TailReplayCache
 
 RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
+_CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ def ratio_of(req: Req, config: TailReplayConfig) -> float:
     """The request's own replay ratio, if it brings one, else the server's."""
     params = req.sampling_params.custom_params if req.sampling_params is not None else None
     if isinstance(params, dict) and RATIO_PARAM in params:
-        return check_ratio(params[RATIO_PARAM], RATIO_PARAM)
+        return check_ratio(params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
     return config.ratio
 
 
 def check_request(custom_params: object) -> None:
     """TailReplayError for a request whose own replay ratio is no ratio; called where a request enters the server."""
     if isinstance(custom_params, dict) and RATIO_PARAM in custom_params:
-        check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM)
+        check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
 
 
 def has_plain_tokens(req: Req) -> bool:

@@ -102,8 +102,8 @@ def _plan(options: argparse.Namespace, name: str, model: Path, vocab_size: int) 
         config = {"ratio": options.ratios[0], "mode": "replay", **settings(options.config, name, json.loads)}
         env["SGLANG_TAILREPLAY"] = json.dumps(config)
     sections = options.only
-    if name == "float32":
-        args, env, sections = args | measure.FLOAT32_ARGS, env | measure.FLOAT32_ENV, ("correctness",)
+    if name == "float16":
+        args, env, sections = args | measure.FLOAT16_ARGS, env | measure.FLOAT16_ENV, ("correctness",)
     args |= settings(options.engine_arg, name, json.loads)
     env |= settings(options.engine_env, name, str)
     return EnginePlan(name, args, env, sections, vocab_size, sizes_of(options))

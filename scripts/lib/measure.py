@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 SECTIONS = ("capacity", "correctness", "ttft", "throughput")
-ENGINES = ("stock", "tail_replay", "float32")  # float32: tail replay again, the reference of the correctness section
+ENGINES = ("stock", "tail_replay", "float16")  # float16: tail replay again, the reference of the correctness section
 
 ENGINE_ARGS: dict[str, Any] = {
     "load_format": "dummy",
@@ -27,11 +27,12 @@ ENGINE_ARGS: dict[str, Any] = {
 # SGLang's plugins by engine (an allow-list: no other plugin of this environment touches the baseline). random_weights
 # replaces the dummy loader's weights, under which answers hardly depend on the prompt, by equal ones in both engines.
 _WITH_TAIL_REPLAY = "tailreplay,random_weights"
-PLUGINS = {"stock": "random_weights", "tail_replay": _WITH_TAIL_REPLAY, "float32": _WITH_TAIL_REPLAY}
+PLUGINS = {"stock": "random_weights", "tail_replay": _WITH_TAIL_REPLAY, "float16": _WITH_TAIL_REPLAY}
 
-# FlashInfer has no float32 attention; the convolution states have a dtype of their own.
-FLOAT32_ARGS = {"dtype": "float32", "attention_backend": "triton"}
-FLOAT32_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+# Three more bits of precision than bfloat16; SGLang's norms on CUDA have no float32. The convolution states have their
+# own dtype.
+FLOAT16_ARGS = {"dtype": "float16", "attention_backend": "triton"}
+FLOAT16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float16"}
 
 
 # ---------------------------------------------------------------------------------------------------- token plans
@@ -335,20 +336,20 @@ FLOOR = 1e-3  # bf16 log-probabilities near zero: below this a difference says n
 Cases = Sequence[Mapping[str, Any]]
 
 
-def judge(tail: Cases, stock: Cases, float32: Cases) -> list[dict[str, Any]]:
+def judge(tail: Cases, stock: Cases, float16: Cases) -> list[dict[str, Any]]:
     """Per case at r=1 the hit must reach its boundary with a tail that is all of it. Then, on the first new token:
 
-    float32      hit against cold prefill: within 1% of what another prefix changes
-    tail_replay  hit against the float32 cold prefill: at most twice the largest error of its own cold prefills, which
+    float16      hit against cold prefill: within 5% of what another prefix changes
+    tail_replay  hit against the float16 cold prefill: at most twice the largest error of its own cold prefills, which
                  is what rounding costs in this dtype; only where the prompt does not depend on earlier answers
     stock        only shown
 
     blind: a prompt with another prefix looks the same too, so agreement proves nothing."""
-    truth = {case["name"]: case["cold_first"] for case in float32 if case["how"] == "prefix"}
+    truth = {case["name"]: case["cold_first"] for case in float16 if case["how"] == "prefix"}
     rows = [{**case, "engine": "stock", "error": None, "allowed": None, "verdict": "reference"} for case in stock]
-    for case in float32:
-        allowed = case["control_vs_cold"]["max_abs"] / 100
-        rows.append({**case, "engine": "float32", **_verdict(case, case["hit_vs_cold"]["max_abs"], allowed)})
+    for case in float16:
+        allowed = case["control_vs_cold"]["max_abs"] / 20
+        rows.append({**case, "engine": "float16", **_verdict(case, case["hit_vs_cold"]["max_abs"], allowed)})
     rounding = [_max_abs(case["cold_first"], truth[case["name"]]) for case in tail if case["name"] in truth]
     allowed = max(2 * max(rounding), FLOOR) if rounding else None
     for case in tail:
@@ -391,7 +392,7 @@ def assemble(
     header: Mapping[str, Any], engines: Mapping[str, Any], unit: Mapping[str, Any] | None, wall_seconds: float
 ) -> dict[str, Any]:
     """The JSON document. `problems` is empty exactly when the run may be quoted."""
-    cases = judge(*(section_result(engines, name, "correctness") or [] for name in ("tail_replay", "stock", "float32")))
+    cases = judge(*(section_result(engines, name, "correctness") or [] for name in ("tail_replay", "stock", "float16")))
     report = {"schema": 1, **header, "unit": unit, "engines": engines, "correctness": cases}
     report["problems"] = list(problems(report))
     report["wall_seconds"] = round(wall_seconds, 1)

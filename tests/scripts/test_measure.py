@@ -150,12 +150,12 @@ def case(**changes):
 )
 def test_judge_allows_twice_the_rounding_of_a_cold_prefill(changes, verdict):
     tail = [case(name="other", cold=0.1), case(cold=-0.05, **changes)]
-    float32 = [case(name="other"), case(), case(name="generated", how="generated", hit=0.01, cold=0.0)]
-    assert measure.judge(tail, [], float32)[-1]["verdict"] == verdict
+    float16 = [case(name="other"), case(), case(name="generated", how="generated", hit=0.01, cold=0.0)]
+    assert measure.judge(tail, [], float16)[-1]["verdict"] == verdict
 
 
-@pytest.mark.parametrize(("hit", "verdict"), [(0.04, "ok"), (0.06, "WRONG")])
-def test_judge_allows_a_hundredth_of_another_prefix_in_float32(hit, verdict):
+@pytest.mark.parametrize(("hit", "verdict"), [(0.2, "ok"), (0.3, "WRONG")])
+def test_judge_allows_a_twentieth_of_another_prefix_in_float16(hit, verdict):
     assert measure.judge([], [], [case(hit=hit, control=5.0)])[-1]["verdict"] == verdict
 
 
@@ -178,7 +178,7 @@ def test_report_names_every_problem_and_prints_what_there_is():
         "tail_replay": engine(
             {"correctness": outcome([case(hit=1.0)]), "ttft": outcome(measure.summarise_ttft(samples))}, "killed"
         ),
-        "float32": engine({"correctness": outcome([case()])}),
+        "float16": engine({"correctness": outcome([case()])}),
     }
     report = measure.assemble({"commit": "abc"}, engines, {"returncode": 1}, 12.3)
     assert report["problems"] == [

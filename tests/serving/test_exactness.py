@@ -1,6 +1,7 @@
 """r = 1 in float32: whatever was cached, wherever the boundary lies, the tokens are those of a server without cache."""
 
 import random
+import time
 
 import pytest
 
@@ -128,6 +129,7 @@ def test_prefix_tree_under_load(serve_tiny, tree_answers, flags, env):
         assert sum(a.cached_tokens > 0 for a in answers) > 40
         # Idle from here on: SGLang's leak check and ours run, and take the server down if something does not add up.
         server.flush()
+        time.sleep(1.5)
 
 
 def test_zero_mode_is_the_control(serve_tiny, tree_answers):

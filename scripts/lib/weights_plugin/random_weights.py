@@ -23,13 +23,15 @@ def register() -> None:
 
 @torch.no_grad()
 def redraw(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After a model was loaded by the dummy loader: draw its weights anew, equal for every process."""
+    """After a model was loaded by the dummy loader: draw its weights anew, equal for every process and dtype."""
     if model_runner.server_args.load_format != "dummy":
         return
     tied = model_runner.model_config.hf_text_config.tie_word_embeddings
     for index, (name, weight) in enumerate(model_runner.model.named_parameters()):
         generator = torch.Generator(weight.device).manual_seed(index)
-        _draw(name, weight, generator, tied)
+        drawn = torch.empty_like(weight, dtype=torch.bfloat16)  # the same numbers, whatever the engine's dtype
+        _draw(name, drawn, generator, tied)
+        weight.copy_(drawn)
 
 
 def _draw(name: str, weight: torch.Tensor, generator: torch.Generator, tied: bool) -> None:

@@ -1,0 +1,158 @@
+"""Names and labels of the metrics are an interface: dashboards and the tests of serving read them."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+import torch
+
+from sglang_tailreplay.metrics import SECONDS_BUCKETS, Metrics, Stopwatch
+from sglang_tailreplay.scheduling import Admission
+
+MODEL = {"model_name": "m"}
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    fresh = prometheus_client.CollectorRegistry()
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=fresh))
+    return fresh
+
+
+def samples(registry) -> dict[tuple, float]:
+    """(name, labels) -> value, without the times at which a counter was made."""
+    found = [sample for family in registry.collect() for sample in family.samples]
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for sample in found
+        if not sample.name.endswith("_created")
+    }
+
+
+def key(name: str, **labels: str) -> tuple:
+    return (f"sglang:tail_replay_{name}", *sorted({**MODEL, **labels}.items()))
+
+
+def test_names_types_and_labels(registry):
+    metrics = Metrics("m")
+    metrics.admitted(Admission(8, 4, 9))
+    metrics.rows(1, 2)
+    metrics.seconds("replay", 0.1)
+    labels = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                labels.setdefault((family.type, sample.name), set()).update(sample.labels)
+    assert labels == {
+        ("counter", "sglang:tail_replay_requests_total"): {"model_name", "kind"},
+        ("counter", "sglang:tail_replay_matched_tokens_total"): {"model_name"},
+        ("counter", "sglang:tail_replay_replayed_tokens_total"): {"model_name"},
+        ("counter", "sglang:tail_replay_shrunk_hits_total"): {"model_name", "reason"},
+        ("counter", "sglang:tail_replay_shrunk_tokens_total"): {"model_name"},
+        ("histogram", "sglang:tail_replay_seconds_bucket"): {"model_name", "stage", "le"},
+        ("histogram", "sglang:tail_replay_seconds_count"): {"model_name", "stage"},
+        ("histogram", "sglang:tail_replay_seconds_sum"): {"model_name", "stage"},
+        ("gauge", "sglang:tail_replay_rows_used"): {"model_name"},
+        ("gauge", "sglang:tail_replay_rows_capacity"): {"model_name"},
+    }
+
+
+@pytest.mark.parametrize(
+    "admission, kind, shrunk",
+    [
+        (Admission(0, 0, None), "cold", None),
+        (Admission(40, 10, None), "replayed", None),
+        (Admission(40, 0, None), "zero", None),
+        (Admission(40, 10, 64), "replayed", 24),
+        (Admission(0, 0, 64), "cold", 64),
+    ],
+)
+def test_an_admission_counts(admission, kind, shrunk, registry):
+    metrics = Metrics("m")
+    metrics.admitted(admission)
+    metrics.admitted(admission)
+    found = samples(registry)
+    assert [name for name in found if name[0].endswith("requests_total")] == [key("requests_total", kind=kind)]
+    assert found[key("requests_total", kind=kind)] == 2
+    assert found[key("matched_tokens_total")] == 2 * admission.matched
+    assert found[key("replayed_tokens_total")] == 2 * admission.replayed
+    assert found.get(key("shrunk_hits_total", reason="rows_missing")) == (2 if shrunk else None)
+    assert found.get(key("shrunk_tokens_total")) == (2 * shrunk if shrunk else None)
+
+
+def test_rows_are_what_was_said_last(registry):
+    metrics = Metrics("m")
+    metrics.rows(5, 100)
+    metrics.rows(3, 100)
+    found = samples(registry)
+    assert found[key("rows_used")] == 3 and found[key("rows_capacity")] == 100
+
+
+@pytest.mark.parametrize("stage", ["fetch", "replay", "wait"])
+def test_seconds_fall_into_buckets(stage, registry):
+    metrics = Metrics("m")
+    metrics.seconds(stage, 0.015)
+    found = samples(registry)
+    assert found[key("seconds_sum", stage=stage)] == 0.015
+    below = [found[key("seconds_bucket", stage=stage, le=str(float(bound)))] for bound in SECONDS_BUCKETS]
+    assert below == [bound >= 0.015 for bound in SECONDS_BUCKETS]
+
+
+# ---- stopwatch ----
+
+
+def test_on_a_cpu_the_body_is_timed():
+    reports = []
+    watch = Stopwatch(lambda *report: reports.append(report), cuda=False)
+    with watch.measure("replay"):
+        with watch.measure("fetch"):
+            assert reports == []
+    watch.harvest()
+    (inner, fetch), (outer, replay) = reports
+    assert (inner, outer) == ("fetch", "replay") and 0 <= fetch <= replay < 60
+
+
+class FakeEvent:
+    """A CUDA event on a device that is done with it when the test says so."""
+
+    made = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        self.done = False
+        self.recorded = False
+        FakeEvent.made.append(self)
+
+    def record(self):
+        self.recorded = True
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        raise AssertionError("a stopwatch never waits")
+
+    def elapsed_time(self, end):
+        assert self.recorded and end.recorded
+        return 1500.0  # milliseconds
+
+
+def test_on_a_gpu_a_time_is_reported_once_it_is_known(monkeypatch):
+    FakeEvent.made = []
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(Event=FakeEvent))
+    reports = []
+    watch = Stopwatch(lambda *report: reports.append(report), cuda=True)
+    for stage in ("fetch", "replay"):
+        with watch.measure(stage):
+            pass
+    watch.harvest()
+    assert reports == []
+    FakeEvent.made[1].done = True
+    watch.harvest()
+    assert reports == [("fetch", 1.5)]
+    FakeEvent.made[3].done = True
+    watch.harvest()
+    watch.harvest()
+    assert reports == [("fetch", 1.5), ("replay", 1.5)]

@@ -1,0 +1,299 @@
+"""Rows and tails of a batch, on a cache that holds one prefix."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, RowPool, no_rows
+from sglang_tailreplay.scheduling import (
+    RATIO_PARAM,
+    Admission,
+    Hit,
+    Planner,
+    Step,
+    check_request,
+    has_plain_tokens,
+    mix,
+    ratio_of,
+    report,
+)
+
+PREFIX = 100  # tokens in the tree; token i has row 1000 + i
+
+
+class FakeRows:
+    """TailReplayComponent's side of the planner, with one path of one generation."""
+
+    def __init__(self, capacity: int, generation: int):
+        self.pool = RowPool(capacity)
+        self.generation = generation
+        self.stored = np.arange(1000, 1000 + PREFIX)
+
+    def track(self, req) -> RequestRows:
+        if not hasattr(req, "tail_replay"):
+            req.tail_replay = RequestRows()
+        return req.tail_replay
+
+    def alloc(self, n: int) -> np.ndarray:
+        ids = self.pool.alloc(n)
+        return np.concatenate((no_rows(n - len(ids)), ids))
+
+    def tail(self, node: int, k: int):
+        """node is the boundary itself."""
+        return SimpleNamespace(rows=self.stored[node - k : node], generation=self.generation if node else 0)
+
+
+class FakeCache:
+    def __init__(self, capacity: int = 500, generation: int = 0):
+        self.rows = FakeRows(capacity, generation)
+        self.tree_core = SimpleNamespace(node_by_id=lambda node: node)
+
+
+def planner(capacity=500, generation=0, **settings) -> Planner:
+    admissions = []
+    made = Planner(TailReplayConfig(**{"ratio": 0.25, "min_tokens": 4, **settings}), admissions.append)
+    made.admissions = admissions
+    made.attach(FakeCache(capacity, generation))
+    return made
+
+
+def request(matched: int, extend: int, fresh=True, ratio=None, **attributes) -> SimpleNamespace:
+    """A request whose tokens [matched, matched + extend) are computed now; token i has id 7 + i."""
+    params = {RATIO_PARAM: ratio} if ratio is not None else None
+    values = dict(
+        rid="r",
+        prefix_indices=range(matched),
+        last_node=matched,
+        extend_range=SimpleNamespace(length=extend),
+        full_untruncated_fill_ids=list(range(7, 7 + matched + extend)),
+        mamba_needs_clear=fresh,
+        mamba_pool_idx=torch.tensor(3),
+        kv_committed_len=matched + extend,
+        sampling_params=SimpleNamespace(custom_params=params),
+        multimodal_inputs=None,
+        input_embeds=None,
+        positional_embed_overrides=None,
+    )
+    return SimpleNamespace(**{**values, **attributes})
+
+
+# ---- prefill ----
+
+
+def test_a_cold_request_gets_rows_and_no_hit():
+    p, req = planner(), request(0, 5)
+    step = p.plan_extend([req])
+    assert step.rows.tolist() == [0, 1, 2, 3, 4] and step.rows.dtype == np.int64 and step.hits == ()
+    rows = req.tail_replay
+    assert (rows.start, rows.end, rows.boundary, rows.replayed, rows.generation) == (0, 5, 0, 0, 0)
+    assert p.admissions == [Admission(0, 0, None)]
+
+
+def test_a_hit_has_the_rows_and_tokens_of_its_tail():
+    p, req = planner(generation=2), request(40, 5)
+    step = p.plan_extend([req])
+    (hit,) = step.hits
+    # [0, 30) KV reused   [30, 40) KV reused, state replayed   [40, 45) ordinary prefill
+    assert hit.rows.tolist() == list(range(1030, 1040)) and hit.token_ids.tolist() == list(range(37, 47))
+    assert hit.rows.dtype == hit.token_ids.dtype == np.int64
+    assert hit.rid == "r" and hit.slot is req.mamba_pool_idx
+    assert step.rows.tolist() == [0, 1, 2, 3, 4]
+    rows = req.tail_replay
+    assert (rows.start, rows.end, rows.boundary, rows.replayed) == (40, 45, 40, 10)
+    assert p.admissions == [Admission(40, 10, None)]
+
+
+def test_a_later_chunk_is_no_hit_and_appends():
+    p, req = planner(generation=5), request(40, 5)
+    p.plan_extend([req])
+    req.mamba_needs_clear, req.prefix_indices, req.extend_range.length = False, range(45), 3
+    step = p.plan_extend([req])
+    assert step.hits == () and step.rows.tolist() == [5, 6, 7]
+    rows = req.tail_replay
+    assert (rows.start, rows.end, rows.boundary, rows.replayed, rows.generation) == (40, 48, 40, 10, 6)
+    assert rows.ids.tolist() == list(range(8)) and len(p.admissions) == 1
+
+
+def test_rows_and_hits_of_a_batch_are_in_the_order_of_its_requests():
+    p = planner()
+    cold, hit, chunk = request(0, 2), request(20, 3, rid="hit"), request(8, 1, fresh=False)
+    other = request(12, 1, rid="other")
+    step = p.plan_extend([cold, hit, chunk, other])
+    assert [h.rid for h in step.hits] == ["hit", "other"]
+    assert step.rows.tolist() == list(range(7))
+    assert [req.tail_replay.ids.tolist() for req in (cold, hit, chunk, other)] == [[0, 1], [2, 3, 4], [5], [6]]
+
+
+def test_an_empty_batch():
+    step = planner().plan_extend([])
+    assert step.rows.tolist() == [] and step.rows.dtype == np.int64 and step.hits == ()
+
+
+@pytest.mark.parametrize(
+    "matched, ratio, k, behind", [(40, None, 10, 1), (40, 1.0, 40, 0), (3, None, 3, 0), (5, None, 4, 1), (0, 1.0, 0, 0)]
+)
+@pytest.mark.parametrize("generation", [0, 3])
+def test_a_replay_of_less_than_everything_is_one_more_generation(matched, ratio, k, behind, generation):
+    p, req = planner(generation=generation), request(matched, 2, ratio=ratio)
+    step = p.plan_extend([req])
+    assert [len(hit.rows) for hit in step.hits] == ([k] if k else [])
+    assert req.tail_replay.generation == (generation if matched else 0) + behind
+    assert req.tail_replay.replayed == k
+
+
+def test_zero_mode_reuses_kv_and_replays_nothing():
+    p, req = planner(generation=1, mode="zero"), request(40, 5)
+    assert p.cache.tail_length_of(req) is None
+    step = p.plan_extend([req])
+    assert step.hits == () and len(step.rows) == 5
+    assert (req.tail_replay.boundary, req.tail_replay.replayed, req.tail_replay.generation) == (40, 0, 2)
+    assert p.admissions == [Admission(40, 0, None)]
+    cold = request(0, 5)
+    p.plan_extend([cold])
+    assert cold.tail_replay.generation == 0
+
+
+def test_a_shrunk_hit_is_reported():
+    p = planner()
+    p.plan_extend([request(40, 5, tail_replay_shrunk=(64, 40)), request(40, 5, tail_replay_shrunk=None)])
+    assert p.admissions == [Admission(40, 10, 64), Admission(40, 10, None)]
+
+
+def test_a_tail_that_lost_a_row_is_an_error():
+    p = planner()
+    p.cache.rows.stored[35] = NO_ROW
+    p.plan_extend([request(35, 1)])
+    with pytest.raises(AssertionError, match="the tail of a 40-token hit lost its rows"):
+        p.plan_extend([request(40, 1)])
+
+
+def test_a_full_store_leaves_the_first_tokens_without_a_row():
+    step = planner(capacity=3).plan_extend([request(0, 5)])
+    assert step.rows.tolist() == [NO_ROW, NO_ROW, 0, 1, 2]
+
+
+PLAIN = ("multimodal_inputs", "input_embeds", "positional_embed_overrides")
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_what_is_more_than_token_ids_gets_no_row(what):
+    p, req = planner(), request(0, 3, **{what: object()})
+    assert not has_plain_tokens(req) and has_plain_tokens(request(0, 3))
+    assert p.plan_extend([req]).rows.tolist() == [NO_ROW] * 3
+    assert req.tail_replay.end == 3 and p.cache.rows.pool.used_rows == 0
+
+
+def test_attaching_tells_the_cache_whom_to_serve():
+    cache = planner().cache
+    assert cache.may_reuse is has_plain_tokens
+    assert [cache.tail_length_of(request(0, 1))(m) for m in (0, 3, 8, 40, 101)] == [0, 3, 4, 10, 26]
+    assert cache.tail_length_of(request(0, 1, ratio=1))(40) == 40
+    assert planner(max_tokens=6).cache.tail_length_of(request(0, 1))(40) == 6
+
+
+# ---- decode ----
+
+
+def test_decode_gives_every_request_one_row_at_its_position():
+    p, a, b = planner(), request(0, 2), request(40, 3)
+    p.plan_extend([a, b])
+    for req in (a, b):
+        req.kv_committed_len += 1
+    step = p.plan_decode([a, b])
+    assert step.rows.tolist() == [5, 6] and step.hits == ()
+    assert (a.tail_replay.ids.tolist(), a.tail_replay.end) == ([0, 1, 5], 3)
+    assert (b.tail_replay.ids.tolist(), b.tail_replay.end) == ([2, 3, 4, 6], 44)
+    assert p.admissions == [Admission(0, 0, None), Admission(40, 10, None)]
+
+
+def test_decode_in_a_full_store_goes_on_without_rows():
+    p, req = planner(capacity=2), request(0, 2)
+    p.plan_extend([req])
+    req.kv_committed_len += 1
+    assert p.plan_decode([req]).rows.tolist() == [NO_ROW]
+    assert req.tail_replay.ids.tolist() == [0, 1, NO_ROW]
+
+
+# ---- starting over ----
+
+
+@pytest.mark.parametrize("matched", [0, 40])
+def test_a_retracted_request_gives_its_rows_back(matched):
+    p, req = planner(), request(0, 60)
+    p.plan_extend([req])
+    assert p.cache.rows.pool.used_rows == 60
+    again = request(matched, 60 - matched, tail_replay=req.tail_replay)
+    step = p.plan_extend([again])
+    rows = again.tail_replay
+    assert (rows.start, rows.end) == (matched, 60) and rows.ids.tolist() == step.rows.tolist()
+    assert p.cache.rows.pool.used_rows == 60 - matched
+    p.cache.rows.pool.check_invariants([rows.ids])
+
+
+def test_a_turn_that_starts_behind_a_gap_gives_its_rows_back():
+    p, req = planner(), request(0, 4)
+    p.plan_extend([req])
+    req.kv_committed_len = 10
+    p.plan_decode([req])
+    assert (req.tail_replay.start, req.tail_replay.end) == (9, 10)
+    p.cache.rows.pool.check_invariants([req.tail_replay.ids])
+
+
+# ---- mixed batches ----
+
+
+def step(*rows: int, hits=()) -> Step:
+    return Step(np.array(rows, dtype=np.int64), hits)
+
+
+def test_a_mixed_batch_has_the_running_tokens_last():
+    hit = Hit("r", torch.tensor(0), no_rows(1), no_rows(1))
+    mixed = mix(step(4, 5, hits=(hit,)), step(9, NO_ROW))
+    assert mixed.rows.tolist() == [4, 5, 9, NO_ROW] and mixed.hits == (hit,)
+
+
+def test_mixing_with_nothing_changes_nothing():
+    prefill = step(4, 5)
+    assert mix(prefill, None) is prefill
+    assert mix(None, step(1)) is None and mix(None, None) is None
+
+
+# ---- a request's own ratio ----
+
+
+def test_a_request_may_bring_its_ratio():
+    config = TailReplayConfig(ratio=0.1)
+    assert ratio_of(request(0, 1, ratio=0.5), config) == 0.5
+    for params in (None, {}, {"other": 1}, "text"):
+        assert ratio_of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)), config) == 0.1
+        check_request(params)
+    assert ratio_of(SimpleNamespace(sampling_params=None), config) == 0.1
+    check_request({RATIO_PARAM: 1})
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.5, "0.5", None, True, float("nan"), [1]])
+def test_a_bad_ratio_is_refused_where_the_request_enters(ratio):
+    with pytest.raises(TailReplayError) as error:
+        check_request({RATIO_PARAM: ratio})
+    message = str(error.value)
+    assert message.startswith(f"tail_replay_ratio={ratio!r}: ") and "custom_params" in message
+    assert "--tail-replay" not in message and "\n" not in message  # a client has no flags
+    with pytest.raises(TailReplayError):
+        ratio_of(
+            SimpleNamespace(sampling_params=SimpleNamespace(custom_params={RATIO_PARAM: ratio})), TailReplayConfig()
+        )
+
+
+# ---- report ----
+
+
+def test_an_answer_tells_what_was_matched_and_replayed():
+    p, hit, cold = planner(generation=1), request(40, 5), request(0, 5)
+    p.plan_extend([hit, cold])
+    assert report(hit) == {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
+    assert report(cold) == {}
+    assert report(SimpleNamespace()) == {}
