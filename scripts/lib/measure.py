@@ -393,10 +393,19 @@ def assemble(
 ) -> dict[str, Any]:
     """The JSON document. `problems` is empty exactly when the run may be quoted."""
     cases = judge(*(section_result(engines, name, "correctness") or [] for name in ("tail_replay", "stock", "float16")))
+    # The log-probabilities have served their purpose; the differences stay.
+    engines, cases = _without(engines, "hit_first", "cold_first"), _without(cases, "hit_first", "cold_first")
     report = {"schema": 1, **header, "unit": unit, "engines": engines, "correctness": cases}
     report["problems"] = list(problems(report))
     report["wall_seconds"] = round(wall_seconds, 1)
     return report
+
+
+def _without(data: Any, *keys: str) -> Any:
+    """A copy of nested dicts and lists that lacks the keys."""
+    if isinstance(data, Mapping):
+        return {key: _without(value, *keys) for key, value in data.items() if key not in keys}
+    return [_without(value, *keys) for value in data] if isinstance(data, list) else data
 
 
 def problems(report: Mapping[str, Any]) -> Iterable[str]:

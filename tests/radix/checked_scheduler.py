@@ -88,7 +88,8 @@ class CheckedScheduler:
     def __init__(self, config: TailReplayConfig, rows: int, overlap: bool):
         _publish_server_args()
         self.overlap = overlap
-        self.exact = config.ratio == 1.0 and config.max_tokens is None  # every replay so far is of the whole prefix
+        # Whether every replay so far was of its whole prefix.
+        self.exact = config.mode == "replay" and config.ratio == 1.0 and config.max_tokens is None
         self.request_pool = _request_pool()
         self.allocator = TokenToKVPoolAllocator(KV_SLOTS, torch.float32, "cpu", None, need_sort=False)
         self.cache = _cache(self.request_pool, self.allocator, rows)

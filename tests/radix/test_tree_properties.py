@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sglang_tailreplay.config import TailReplayConfig
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-QUICK = settings(max_examples=60, stateful_step_count=25, derandomize=True, database=None, **COMMON)
+QUICK = settings(max_examples=100, stateful_step_count=25, derandomize=True, database=None, **COMMON)
 SEARCH = settings(max_examples=2000, stateful_step_count=80, print_blob=True, **COMMON)
 PROFILE = SEARCH if os.environ.get("TAIL_REPLAY_SEARCH") else QUICK
 
