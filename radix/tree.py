@@ -31,6 +31,10 @@ class TailReplayCache(UnifiedRadixCache):
             return super().match_prefix(params)
         if not self.may_reuse(params.req):
             params.req.tail_replay_shrunk = None
+            if params.req.positional_embed_overrides is not None:
+                # Its KV comes of vectors that its token ids do not name (an image's ids are a hash of the image), so
+                # nobody may find it under them.
+                params.req.extra_key = f"tail_replay:{params.req.rid}"
             return self.tree_core.empty_match_result
         result = super().match_prefix(params)
         matched = len(result.device_indices)

@@ -115,10 +115,9 @@ POOL += ("--max-running-requests", "8", "--mem-fraction-static", "0.2", "--sleep
     ("flags", "env"),
     [
         pytest.param((), {}, id="eviction"),
-        pytest.param(("--enable-mixed-chunk",), {}, id="mixed-chunk"),
+        pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), {}, id="mixed-chunk"),
         pytest.param((), {"SGLANG_TEST_RETRACT": "1"}, id="retraction"),
         pytest.param(("--tail-replay-host-gb", "0.0006"), {}, id="few-rows"),
-        pytest.param(("--tail-replay-no-skip", "--tail-replay-no-overlap"), {}, id="ablations"),
     ],
 )
 def test_prefix_tree_under_load(serve_tiny, tree_answers, flags, env):
