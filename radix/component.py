@@ -12,6 +12,7 @@ time without reading a device tensor, and a node whose KV moves to another tier 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +53,7 @@ class TailReplayComponent(MambaComponent):
         self.pool = RowPool(0)
         self._holders: dict[int, UnifiedTreeNode] = {}
         self._requests: weakref.WeakSet[RequestRows] = weakref.WeakSet()
+        self._orphans: deque[RequestRows] = deque()  # rows of requests that the garbage collector took
 
     # ---- rows of running requests ----
 
@@ -64,14 +66,17 @@ class TailReplayComponent(MambaComponent):
         if rows is None:
             rows = req.tail_replay = RequestRows()
             self._requests.add(rows)
-            weakref.finalize(req, self._release, rows).atexit = False
+            # The collector may run in the middle of anything, so it only leaves a note (deque.append is atomic).
+            weakref.finalize(req, self._orphans.append, rows).atexit = False
         return rows
 
-    def _release(self, rows: RequestRows) -> None:
-        self.pool.free(rows.release())
+    def _release_orphans(self) -> None:
+        while self._orphans:
+            self.pool.free(self._orphans.popleft().release())
 
     def alloc(self, n: int) -> np.ndarray:
         """[n] row ids. Where the store has no room the *first* are NO_ROW, so that the rows there are make a tail."""
+        self._release_orphans()
         if self.pool.free_rows < n:
             self._evict_rows(n)
         ids = self.pool.alloc(n)
@@ -257,6 +262,7 @@ class TailReplayComponent(MambaComponent):
 
     def check_invariants(self) -> None:
         """Recount rows from the live nodes and requests; AssertionError names what is broken."""
+        self._release_orphans()
         spans = []
         for node in self.tree_core._node_arena.values():
             span = self.span(node)

@@ -63,6 +63,17 @@ REFUSALS = (
     Refusal(lambda a: a.enable_pdmux, "--enable-pdmux", "its split prefill passes by the replay"),
     Refusal(lambda a: a.enable_two_batch_overlap, "--enable-two-batch-overlap", "a forward pass would be cut in two"),
     Refusal(lambda a: a.enable_session_radix_cache, "--enable-session-radix-cache", "it is not supported yet"),
+    Refusal(
+        lambda a: a.enable_streaming_session,
+        "--enable-streaming-session",
+        "a session keeps KV and state outside of the tree",
+    ),
+    Refusal(lambda a: a.dp_size > 1, "--data-parallel-size", "ranks share one host memory; start one server a GPU"),
+    Refusal(lambda a: a.cpu_offload_gb > 0, "--cpu-offload-gb", "a replay reads weights that are not on the GPU then"),
+    Refusal(lambda a: a.offload_group_size > 0, "--offload-group-size", "a replay reads weights on the GPU only"),
+    Refusal(lambda a: a.enable_mis, "--enable-mis", "it turns the prefix cache off"),
+    Refusal(lambda a: a.is_embedding, "--is-embedding", "only generating models are supported"),
+    Refusal(lambda a: a.use_ray, "--use-ray", "Ray's schedulers load no plugins"),
     Refusal(lambda a: a.enable_int8_mamba_checkpoint, "--enable-int8-mamba-checkpoint", "no state is checkpointed"),
     Refusal(
         lambda a: a.enable_linear_replayssm or a.enable_linear_replayssm_spec,
@@ -73,6 +84,11 @@ REFUSALS = (
     Refusal(
         lambda a: a.enable_deterministic_inference,
         "--enable-deterministic-inference",
+        "answers depend on how much of a prompt was cached",
+    ),
+    Refusal(
+        lambda a: a.rl_on_policy_target,
+        "--rl-on-policy-target",
         "answers depend on how much of a prompt was cached",
     ),
     Refusal(lambda a: a.dllm_algorithm, "--dllm-algorithm", "diffusion models have no recurrent state"),
@@ -116,13 +132,18 @@ def check(server_args: Any) -> None:
     """After SGLang has resolved its arguments: refuse what defaults and the model led to."""
     if server_args.model_path.lower() in ("none", "dummy"):
         return
-    architecture = server_args.get_model_config().hf_config.architectures[0]
+    architecture = (server_args.get_model_config().hf_config.architectures or ["a model without architecture"])[0]
     if architecture not in ARCHITECTURES:
         raise TailReplayError(
             f"tail_replay: --model-path {server_args.model_path}: {architecture} is no hybrid model that Tail-Replay "
             f"knows. Use one of {', '.join(ARCHITECTURES)}, {_OFF}."
         )
     view = compat.resolved_view(server_args)
+    if view.disable_radix_cache or view.enable_deterministic_inference:
+        raise TailReplayError(
+            "tail_replay: some other flag led SGLang to --disable-radix-cache or --enable-deterministic-inference; "
+            f"leave it out, {_OFF}."
+        )
     if view.page_size != 1:
         raise TailReplayError(f"tail_replay: --page-size resolved to {view.page_size}; give --page-size 1, {_OFF}.")
     if view.attention_backend == "trtllm_mha":

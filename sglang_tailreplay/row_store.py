@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_tailreplay.cuda_streams.pinned import PinnedTensor, pinned_empty
+from sglang_tailreplay.cuda_streams.pinned import PinningError, pinned_empty
 from sglang_tailreplay.errors import TailReplayError
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
+# limit and use in version 2 of cgroups and in version 1
+CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 class RowShape(NamedTuple):
@@ -52,16 +58,30 @@ def free_host_bytes() -> int:
     import psutil
 
     free = psutil.virtual_memory().available
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return free if limit is None or used is None else min(free, limit - used)
+    for limit_file, used_file in CGROUP_FILES:
+        limit, used = _number(CGROUP / limit_file), _number(CGROUP / used_file)
+        if limit is not None and used is not None:
+            return min(free, limit - used + _page_cache(CGROUP / used_file))
+    return free
 
 
-def _cgroup_bytes(name: str) -> int | None:
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no such file or it says `max`."""
     try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
+        text = path.read_text().strip()
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _page_cache(used: Path) -> int:
+    """Bytes of file pages that count as used but are given back on demand, such as the checkpoint just read."""
+    try:
+        lines = used.with_name("memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines)
+    return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 class RowStore:
@@ -74,7 +94,10 @@ class RowStore:
             "tail_replay: row store of %.2f GiB on the host for %d tokens (%d KV slots), %d bytes a token",
             capacity * shape.bytes / GIB, capacity, kv_slots, shape.bytes,
         )  # fmt: skip
-        self._buffer: PinnedTensor = pinned_empty((shape.groups, capacity, shape.hidden_size), shape.dtype)
+        try:
+            self._buffer = pinned_empty((shape.groups, capacity, shape.hidden_size), shape.dtype)
+        except PinningError as error:
+            raise TailReplayError(f"--tail-replay-host-gb: {error}") from error
         if not torch.cuda.is_available():
             # A row that is read before it is written must not look like one.
             self.rows.fill_(float("nan"))

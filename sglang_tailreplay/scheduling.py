@@ -8,12 +8,14 @@ Runs on the scheduler thread, integers only. The result, a Step, rides on the Sc
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
+from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, no_rows
 from sglang_tailreplay.replay.tail import tail_length
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from sglang_tailreplay.radix.tree import TailReplayCache
 
+logger = logging.getLogger(__name__)
 RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
 _CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
@@ -57,9 +60,14 @@ class Admission:
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
     """The request's own replay ratio, if it brings one, else the server's."""
     params = req.sampling_params.custom_params if req.sampling_params is not None else None
-    if isinstance(params, dict) and RATIO_PARAM in params:
+    if not isinstance(params, dict) or RATIO_PARAM not in params:
+        return config.ratio
+    try:
         return check_ratio(params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
-    return config.ratio
+    except TailReplayError as error:
+        # It came past check_request: a tokenizer worker of its own loads no plugins. No request may end the server.
+        logger.warning("tail_replay: request %s is served with the server's ratio: %s", req.rid, error)
+        return config.ratio
 
 
 def check_request(custom_params: object) -> None:

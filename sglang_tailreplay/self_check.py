@@ -1,8 +1,9 @@
 """One replay against one prefill, on the loaded model, before the server takes requests.
 
 A request of made-up tokens is prefilled and decoded through SGLang's own batches, so that every hook takes part; then
-all its rows are replayed into a second state slot, which must end up with the first one's states. A hook that sees the
-wrong tensor, a row written to the wrong place, a kernel with another layout: each gives an error as large as the state.
+its state slot is cleared and all its rows are replayed into it, which must bring the same states back. A hook that sees
+the wrong tensor, a row written to the wrong place, a kernel with another layout: each gives an error as large as the
+state.
 """
 
 from __future__ import annotations
@@ -33,21 +34,19 @@ def run(scheduler: Any, runtime: Runtime) -> float:
     model_runner = scheduler.tp_worker.model_runner
     req = _request(scheduler)
     tokens = _prefill_and_decode(scheduler, model_runner, req)
-    pool = scheduler.req_to_token_pool
-    slot = pool.mamba_allocator.alloc(1)
-    if slot is None:
-        raise TailReplayError("tail_replay: the self-check needs two state slots; raise --max-running-requests")
     try:
-        pool.mamba_pool.clear_slots(slot)
         rows = req.tail_replay.ids.copy()
         if (rows == NO_ROW).any():
             raise TailReplayError("tail_replay: the row store is too small for a request; raise --tail-replay-host-gb")
-        runtime.replay((Hit(req.rid, slot[0], rows, tokens),))
-        error = _relative_error(pool.mamba_pool.mamba_cache.temporal, int(req.mamba_pool_idx), int(slot[0]))
+        pool, slot = scheduler.req_to_token_pool.mamba_pool, int(req.mamba_pool_idx)
+        states = pool.mamba_cache.temporal  # [layers, slots, HV, V, K]
+        expected = states[:, slot].clone()
+        pool.clear_slots(req.mamba_pool_idx.unsqueeze(0))
+        runtime.replay((Hit(req.rid, req.mamba_pool_idx, rows, tokens),))
+        error = _relative_error(states[:, slot], expected)
     finally:
-        pool.mamba_allocator.free(slot)
         release_kv_cache(req, scheduler.tree_cache, is_insert=False)
-    bound = BOUNDS[model_runner.dtype]
+    bound = max(BOUNDS[model_runner.dtype], BOUNDS[states.dtype])
     if not error <= bound:  # NaN fails too
         raise TailReplayError(
             f"tail_replay: self-check failed: a replayed state is off by {error:.2e} of its size, rounding explains "
@@ -98,8 +97,8 @@ def _forward(model_runner: Any, batch: Any) -> torch.Tensor:
     return model_runner.sample(logits, forward_batch)
 
 
-def _relative_error(states: torch.Tensor, expected: int, found: int) -> float:
-    """states [layers, slots, HV, V, K]; largest ||found - expected|| / ||expected|| over layers."""
-    reference = states[:, expected].float().flatten(1)
-    difference = states[:, found].float().flatten(1) - reference
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """States [layers, HV, V, K] both; largest ||found - expected|| / ||expected|| over layers."""
+    reference = expected.float().flatten(1)
+    difference = found.float().flatten(1) - reference
     return float((difference.norm(dim=1) / reference.norm(dim=1).clamp_min(1e-12)).max())

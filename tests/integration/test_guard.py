@@ -35,6 +35,14 @@ REFUSED = {
     "--enable-pdmux": [{"enable_pdmux": True}],
     "--enable-two-batch-overlap": [{"enable_two_batch_overlap": True}],
     "--enable-session-radix-cache": [{"enable_session_radix_cache": True}],
+    "--enable-streaming-session": [{"enable_streaming_session": True}],
+    "--data-parallel-size": [{"dp_size": 2}],
+    "--cpu-offload-gb": [{"cpu_offload_gb": 4}],
+    "--offload-group-size": [{"offload_group_size": 2}],
+    "--enable-mis": [{"enable_mis": True}],
+    "--is-embedding": [{"is_embedding": True}],
+    "--use-ray": [{"use_ray": True}],
+    "--rl-on-policy-target": [{"rl_on_policy_target": "fsdp"}],
     "--enable-int8-mamba-checkpoint": [{"enable_int8_mamba_checkpoint": True}],
     "--enable-linear-replayssm": [{"enable_linear_replayssm": True}, {"enable_linear_replayssm_spec": True}],
     "--enable-torch-compile": [{"enable_torch_compile": True}],
@@ -160,15 +168,14 @@ def test_an_unknown_version_is_refused_with_the_ones_that_work(server_args, monk
 def resolved(server_args, monkeypatch):
     """resolved(architecture, view fields, prefill backend): arguments as guard.check sees them."""
 
-    def make(
-        architecture="Qwen3_5ForCausalLM", page_size=1, attention_backend="triton", prefill="disabled", decode="full"
-    ):
+    def make(architecture="Qwen3_5ForCausalLM", prefill="disabled", decode="full", **settled):
         args = server_args()
-        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture] if architecture else None))
         args.get_model_config = lambda: config
         graphs = {"prefill": SimpleNamespace(backend=prefill), "decode": SimpleNamespace(backend=decode)}
         args.cuda_graph_config = SimpleNamespace(**graphs)
-        view = SimpleNamespace(page_size=page_size, attention_backend=attention_backend)
+        plain = {"disable_radix_cache": False, "enable_deterministic_inference": False}
+        view = SimpleNamespace(**{"page_size": 1, "attention_backend": "triton", **plain, **settled})
         monkeypatch.setattr(compat, "resolved_view", lambda args: view)
         return args
 
@@ -195,6 +202,9 @@ def test_prefill_graphs_without_a_capture_are_turned_off(prefill, resolved, capl
     "settings, said",
     [
         ({"architecture": "LlamaForCausalLM"}, "--model-path m: LlamaForCausalLM is no hybrid"),
+        ({"architecture": None}, "--model-path m: a model without architecture is no hybrid"),
+        ({"disable_radix_cache": True}, "led SGLang to --disable-radix-cache"),
+        ({"enable_deterministic_inference": True}, "or --enable-deterministic-inference"),
         ({"page_size": 64}, "--page-size resolved to 64"),
         ({"page_size": None}, "--page-size resolved to None"),
         ({"attention_backend": "trtllm_mha"}, "--attention-backend trtllm_mha"),

@@ -60,7 +60,7 @@ def container(monkeypatch, tmp_path):
         for name, value in (("memory.max", limit), ("memory.current", used)):
             if value is not None:
                 (tmp_path / name).write_text(f"{value}\n")
-        monkeypatch.setattr(row_store, "Path", lambda root, name: tmp_path / name)
+        monkeypatch.setattr(row_store, "CGROUP", tmp_path)
         monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 8 * GIB}))
 
     return make
@@ -80,6 +80,20 @@ def container(monkeypatch, tmp_path):
 def test_the_limit_of_the_container_counts(limit, used, free, container):
     container(limit, used)
     assert free_host_bytes() == free
+
+
+def test_file_pages_of_the_container_are_free(container, tmp_path):
+    container(4 * GIB, 3 * GIB)
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB // 2}\n")
+    assert free_host_bytes() == 2.5 * GIB
+
+
+def test_the_first_version_of_cgroups_counts_too(container, tmp_path):
+    container(None, None)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(str(5 * GIB))
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(str(GIB))
+    assert free_host_bytes() == 4 * GIB
 
 
 # ---- the store ----
@@ -107,7 +121,12 @@ def test_its_size_is_reported(caplog):
 
 @pytest.mark.parametrize("requests", [1, 5, 1000])
 def test_one_state_slot_per_running_request(requests):
-    assert choose_state_slots(requests, 1, GIB) == requests
+    assert choose_state_slots(requests, 2000 * KIB, KIB) == requests
+
+
+@pytest.mark.parametrize("rest, slots", [(2000 * KIB, 1000), (100 * KIB, 50), (KIB, 1), (0, 1)])
+def test_states_leave_half_of_the_memory_to_kv(rest, slots):
+    assert choose_state_slots(1000, rest, KIB) == slots
 
 
 @pytest.mark.parametrize(

@@ -282,10 +282,13 @@ def test_a_bad_ratio_is_refused_where_the_request_enters(ratio):
     message = str(error.value)
     assert message.startswith(f"tail_replay_ratio={ratio!r}: ") and "custom_params" in message
     assert "--tail-replay" not in message and "\n" not in message  # a client has no flags
-    with pytest.raises(TailReplayError):
-        ratio_of(
-            SimpleNamespace(sampling_params=SimpleNamespace(custom_params={RATIO_PARAM: ratio})), TailReplayConfig()
-        )
+
+
+@pytest.mark.parametrize("ratio", [0, 1.5, "0.5"])
+def test_a_bad_ratio_that_came_past_the_check_does_not_end_the_server(ratio, caplog):
+    params = SimpleNamespace(custom_params={RATIO_PARAM: ratio})
+    assert ratio_of(SimpleNamespace(rid="r", sampling_params=params), TailReplayConfig(ratio=0.25)) == 0.25
+    assert "request r is served with the server's ratio" in caplog.text
 
 
 # ---- report ----

@@ -1,5 +1,9 @@
 """What an operator and a client see: metrics, bad requests, aborts, flushes, a row store that is too small."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -126,3 +130,52 @@ def test_openai_chat_reports_cached_tokens(exact):
     first = exact.post("/v1/chat/completions", body)
     second = exact.post("/v1/chat/completions", body)
     assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+
+
+def test_hits_last_as_long_as_their_kv(exact, prompt):
+    """Nothing but KV is kept on the GPU, so nothing else can be evicted first."""
+    exact.flush()
+    chains = [prompt(900) for _ in range(3)]
+    for chain in chains:
+        exact.generate(chain, 1)
+    assert exact.generate(chains[0][:300] + prompt(20), 1).cached_tokens == 300
+    assert [exact.generate(chain, 1).cached_tokens for chain in chains] == [899] * 3
+
+
+ENGINE = """
+import json, sys
+from sglang_tailreplay import cpu
+if __name__ == "__main__":
+    cpu.activate()
+    import sglang
+    engine = sglang.Engine(
+        model_path=sys.argv[1], radix_cache_backend="tail_replay", device="cpu", attention_backend="torch_native",
+        cuda_graph_backend_decode="disabled", cuda_graph_backend_prefill="disabled", max_total_tokens=2000,
+        max_running_requests=4, mem_fraction_static=0.2, skip_tokenizer_init=True,
+    )
+    ask = lambda ids: engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 0})
+    prefix = list(range(10, 310))
+    ask(prefix)
+    print("ANSWER " + json.dumps(ask(prefix[:200] + [5, 6, 7])["meta_info"]["cached_tokens_details"]))
+    engine.shutdown()
+"""
+
+
+def test_engine_takes_its_settings_from_the_environment(tiny_model, tmp_path):
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    env = {**os.environ, "SGLANG_TAILREPLAY": json.dumps({"ratio": 0.5})}
+    command = [sys.executable, script, tiny_model]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answers, done.stdout + done.stderr
+    details = json.loads(answers[0].removeprefix("ANSWER "))
+    assert (details["tail_replay_matched"], details["tail_replay_replayed"]) == (200, 100)
+
+
+def test_an_unsupported_setting_is_one_line_at_start(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "sglang_tailreplay.launch_server", "--model-path", tiny_model, "--page-size", "16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: tail_replay: --page-size: ") and "--tail-replay-mode off" in last
