@@ -12,6 +12,7 @@ import torch
 
 from sglang_tailreplay.scheduling import Admission
 
+SHRUNK = {"reason": "rows_missing"}
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -31,9 +32,13 @@ class Metrics:
         self._replayed = make(Counter, "replayed_tokens", "Tokens replayed to rebuild recurrent states.")
         self._shrunk = make(Counter, "shrunk_hits", "Hits whose boundary was made smaller, by reason.", "reason")
         self._lost = make(Counter, "shrunk_tokens", "Cached tokens that such hits could not use.")
-        self._seconds = make(Histogram, "seconds", "Time of a batch's replay.", "stage", buckets=SECONDS_BUCKETS)
+        stages = "Time of a replay: fetch (rows of one group), replay (a batch), wait (what the prefill waited for it)."
+        self._seconds = make(Histogram, "seconds", stages, "stage", buckets=SECONDS_BUCKETS)
         self._used = make(Gauge, "rows_used", "Rows in use.", multiprocess_mode="mostrecent")
         self._capacity = make(Gauge, "rows_capacity", "Rows in the store.", multiprocess_mode="mostrecent")
+        # Known from the start, so that what has not happened reads 0.
+        for counter, labels in ((self._matched, {}), (self._replayed, {}), (self._lost, {}), (self._shrunk, SHRUNK)):
+            counter.labels(**self._labels, **labels)
 
     def admitted(self, admission: Admission) -> None:
         kind = "replayed" if admission.replayed else "zero" if admission.matched else "cold"
@@ -41,7 +46,7 @@ class Metrics:
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
-            self._shrunk.labels(**self._labels, reason="rows_missing").inc()
+            self._shrunk.labels(**self._labels, **SHRUNK).inc()
             self._lost.labels(**self._labels).inc(admission.shrunk_from - admission.matched)
 
     def rows(self, used: int, capacity: int) -> None:
