@@ -33,7 +33,9 @@ class Capture:
         self._missing: set[int] = set()
         self._pending: list[tuple[torch.Tensor, np.ndarray]] = []  # passes that ran in a graph: [G, T, d], [T]
 
-    def allocate_graph_buffer(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    def allocate_graph_buffer(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         """Must run before CUDA graphs are captured: its address becomes part of them."""
         shape = (len(self._row_of_layer), max_tokens, hidden_size)
         self._graph_buffer = torch.zeros(shape, dtype=dtype, device=device)

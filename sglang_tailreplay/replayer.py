@@ -66,7 +66,7 @@ class _Inputs:
         # What to fetch, in the order in which it is replayed.
         stored = [group.row for group, _ in engine.groups if group.row != EMBEDDING]
         self._plan = [(row, launch) for launch in launches for row in stored]
-        self._fetched = {}
+        self._fetched: dict[tuple[int, Launch], Fetched] = {}
         self._fetch_next()
 
     def __call__(self, group: Group, launch: Launch) -> torch.Tensor:
