@@ -4,6 +4,8 @@ import gc
 
 import pytest
 from checked_scheduler import CheckedScheduler
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tailreplay.config import TailReplayConfig
 
@@ -113,3 +115,15 @@ def test_rows_of_a_request_that_was_never_released_come_back_with_its_last_refer
     gc.collect()
     server.check()
     assert server.cache.rows.pool.used_rows == 8  # the prompt's, in the tree
+
+
+def test_overridden_embeddings_neither_use_nor_leave_cached_tokens():
+    """Their token ids are placeholders: whoever sends the same ids as plain text must not get their KV."""
+    server = scheduler(rows=24)
+    serve(server, [1] * 8)
+    req = server.arrive([1] * 8, max_new_tokens=1)
+    req.positional_embed_overrides = object()
+    key = RadixKey(req.origin_input_ids, req.extra_key)
+    match = server.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+    assert len(match.device_indices) == 0
+    assert req.extra_key == f"tail_replay:{req.rid}"  # what SGLang will insert it under
