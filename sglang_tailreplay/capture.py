@@ -72,7 +72,9 @@ class Capture:
         if self._pending:
             hidden, rows = zip(*self._pending, strict=True)
             self._pending = []
-            self._write_out(None, torch.cat(hidden, dim=1), keep_last(np.concatenate(rows)))
+            # A prefill waits alone and is large: it is not copied a second time.
+            together = hidden[0] if len(hidden) == 1 else torch.cat(hidden, dim=1)
+            self._write_out(None, together, keep_last(np.concatenate(rows)))
 
     def abandon(self) -> None:
         """The pass failed; its rows are never read, because its requests fail with it."""

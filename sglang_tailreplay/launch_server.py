@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 
 from sglang_tailreplay import config, cpu
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.row_store import free_host_bytes
 
 
 def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
         arguments = translate(argv, os.environ)
         if not has_cuda():
             cpu.activate()
-            arguments += cpu.default_arguments(arguments, _free_memory())
+            arguments += cpu.default_arguments(arguments, free_host_bytes())
         _launch(arguments)
     except TailReplayError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -80,12 +81,6 @@ def _launch(arguments: list[str]) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def _free_memory() -> int:
-    import psutil
-
-    return psutil.virtual_memory().available
 
 
 if __name__ == "__main__":

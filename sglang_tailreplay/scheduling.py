@@ -60,20 +60,24 @@ class Admission:
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
     """The request's own replay ratio, if it brings one, else the server's."""
     params = req.sampling_params.custom_params if req.sampling_params is not None else None
-    if not isinstance(params, dict) or RATIO_PARAM not in params:
-        return config.ratio
     try:
-        return check_ratio(params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
+        own = check_request(params)
     except TailReplayError as error:
-        # It came past check_request: a tokenizer worker of its own loads no plugins. No request may end the server.
+        # It came past the check at the entrance: a tokenizer worker of its own loads no plugins. No request may end
+        # the server.
         logger.warning("tail_replay: request %s is served with the server's ratio: %s", req.rid, error)
-        return config.ratio
+        own = None
+    return config.ratio if own is None else own
 
 
-def check_request(custom_params: object) -> None:
-    """TailReplayError for a request whose own replay ratio is no ratio; called where a request enters the server."""
+def check_request(custom_params: object) -> float | None:
+    """The replay ratio that a request brings, None without one; TailReplayError if it is no ratio.
+
+    Called where a request enters the server, so that the client learns of it.
+    """
     if isinstance(custom_params, dict) and RATIO_PARAM in custom_params:
-        check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
+        return check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
+    return None
 
 
 def has_plain_tokens(req: Req) -> bool:

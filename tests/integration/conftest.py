@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -31,8 +30,6 @@ def _start() -> subprocess.Popen:
 @pytest.fixture(scope="session")
 def sandbox():
     """sandbox(function, *arguments, **environ): what a function of a test file returns in a process of its own."""
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("needs sglang")
     with _start() as process:
 
         def call(function, *arguments, **environ: str):

@@ -71,5 +71,5 @@ def cold(serve_tiny):
 @pytest.fixture(scope="session")
 def exact(serve_tiny):
     """r = 1: states are rebuilt from all rows, so answers must not differ from cold ones."""
-    with serve_tiny("--tail-replay-ratio", "1.0", "--enable-metrics") as server:
+    with serve_tiny("--tail-replay-ratio", "1.0", "--enable-metrics", "--enable-cache-report") as server:
         yield server

@@ -130,6 +130,8 @@ def test_openai_chat_reports_cached_tokens(exact):
     first = exact.post("/v1/chat/completions", body)
     second = exact.post("/v1/chat/completions", body)
     assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+    usage = second["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
 def test_hits_last_as_long_as_their_kv(exact, prompt):
