@@ -38,11 +38,15 @@ class Runner:
     def ids(self, prompt: Prompt) -> list[int]:
         return tokens(prompt, self.plan.vocab_size)
 
-    def ask(self, input_ids: list, new_tokens: int = 1, ratio: float | None = None, **options) -> Any:
+    @staticmethod
+    def sampling(new_tokens: int, ratio: float | None) -> dict[str, Any]:
         sampling: dict[str, Any] = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         if ratio is not None:
             sampling["custom_params"] = {"tail_replay_ratio": ratio}
-        return self.engine.generate(input_ids=input_ids, sampling_params=sampling, **options)
+        return sampling
+
+    def ask(self, input_ids: list, new_tokens: int = 1, ratio: float | None = None, **options) -> Any:
+        return self.engine.generate(input_ids=input_ids, sampling_params=self.sampling(new_tokens, ratio), **options)
 
     def timed(self, *args, **options) -> tuple[float, Any]:
         start = time.perf_counter()

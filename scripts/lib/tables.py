@@ -31,3 +31,9 @@ def _cell(value: Any) -> str:
 
 def _is_number(text: str) -> bool:
     return text == "-" or text.replace(",", "").replace(".", "", 1).replace("e-", "", 1).lstrip("-").isdigit()
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The same as a Markdown table."""
+    lines = [header, ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
