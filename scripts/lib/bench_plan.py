@@ -253,24 +253,32 @@ class Estimates(NamedTuple):
         return len(burst.prompts) * (self.cold_ms[0] if whole_prefill else self.hit_ms)
 
 
+def estimated_seconds(plan: BenchPlan, estimates: Estimates) -> dict[str, float]:
+    """By section, and `start`."""
+    asked, sent = requests(plan.sizes, plan.name, plan.chunk), bursts(plan.sizes)
+    tail_replay = ENGINES[plan.name].tail_replay
+    seconds = {
+        "capacity": 1.0,
+        "hits": sum(estimates.request_ms(request, plan.sizes.lengths) for request in asked) / 1e3,
+        "bursts": sum(estimates.burst_ms(burst, tail_replay) for burst in sent) / 1e3,
+        "trace": 30.0,  # most of it SGLang writing the trace
+    }
+    return {"start": estimates.start_seconds, **{section: seconds[section] for section in plan.sections}}
+
+
 def describe(plan: BenchPlan, estimates: Estimates | None) -> list[str]:
     """What --dry-run prints."""
-    seconds = {"capacity": 1.0, "trace": 30.0}
-    lines = []
+    lines = [f"args {plan.args}", f"env  {plan.env}"]
     if "hits" in plan.sections:
-        asked = requests(plan.sizes, plan.name, plan.chunk)
-        lines += _describe_requests(asked)
-        seconds["hits"] = sum(estimates.request_ms(r, plan.sizes.lengths) for r in asked) / 1e3 if estimates else 0
+        lines += _describe_requests(requests(plan.sizes, plan.name, plan.chunk))
     if "bursts" in plan.sections:
-        sent = bursts(plan.sizes)
-        tail_replay = ENGINES[plan.name].tail_replay
-        lines.append(f"bursts: {plan.sizes.bursts} at once, {sum(len(burst.prompts) for burst in sent)} requests")
-        seconds["bursts"] = sum(estimates.burst_ms(b, tail_replay) for b in sent) / 1e3 if estimates else 0
+        count = sum(len(burst.prompts) for burst in bursts(plan.sizes))
+        lines.append(f"bursts: {plan.sizes.bursts} at once, {count} requests")
     if estimates:
-        times = {"start": estimates.start_seconds, **{section: seconds[section] for section in plan.sections}}
+        times = estimated_seconds(plan, estimates)
         each = ", ".join(f"{name} {value:.0f}" for name, value in times.items())
         lines.append(f"estimated seconds: {each}; {sum(times.values()):.0f} in all")
-    return [f"engine {plan.name}", f"  args {plan.args}", f"  env  {plan.env}", *(f"  {line}" for line in lines)]
+    return [f"engine {plan.name}", *(f"  {line}" for line in lines)]
 
 
 def _describe_requests(asked: Sequence[Request]) -> Iterator[str]:

@@ -23,6 +23,9 @@ def _origin(report: Mapping[str, Any]) -> str:
     lines = [f"{report['shape']}, {gpu}, SGLang {machine['sglang']}, commit {report['commit']}"]
     suffix = report["sizes"]["suffix"]
     lines.append(f"Latency of a whole request with {suffix} new prompt tokens and one generated token.")
+    for name, engine in report["engines"].items():
+        if source := engine.get("added_from"):
+            lines.append(f"{name}: measured in another call, {source['date']}, commit {source['commit']}")
     if speeds:
         lines.append(f"{speeds['tflops']:.0f} TFLOP/s, {speeds['link_gbs']:.1f} GB/s host to GPU ({speeds['origin']})")
     return "\n".join(lines)

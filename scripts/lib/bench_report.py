@@ -204,7 +204,6 @@ def assemble(
     table = cells(engines, header["shape"], shape, speeds)
     return {
         "schema": 1,
-        "tool": "bench_ttft",
         **header,
         "speeds": asdict(speeds) if speeds else None,
         "full_prefill_ms": full_prefill(engines),
@@ -215,6 +214,22 @@ def assemble(
         "problems": [*unknown, *problems(engines)],
         "wall_seconds": round(wall_seconds, 1),
     }
+
+
+def differences(report: Mapping[str, Any], head: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+    """(what, in the report, here) of all that must be equal for the engines of two calls to be compared."""
+    for part, keys in _COMPARED.items():
+        theirs, ours = (document[part] if part else document for document in (report, head))
+        for key in keys:
+            if theirs.get(key) != ours.get(key):
+                yield key, theirs.get(key), ours.get(key)
+
+
+_COMPARED = {
+    "": ("tool", "shape"),
+    "machine": ("gpus", "cpu", "torch", "sglang"),
+    "sizes": ("lengths", "suffix", "burst_length", "burst_new_tokens"),
+}
 
 
 def problems(engines: Engines) -> Iterable[str]:

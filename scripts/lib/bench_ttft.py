@@ -4,6 +4,7 @@ bytes allow.
 
     scripts/bench_ttft --model-shape qwen3.5-4b --out h200-qwen3.5-4b-ttft.json
     scripts/bench_ttft --model-shape qwen3.6-27b --engines stock --only hits --cold 8 --hits 8 --out stock.json
+    scripts/bench_ttft --model-shape qwen3.6-27b --engines host,host-ser --add stock.json --out h200-qwen3.6-27b.json
     scripts/bench_ttft --model-shape qwen3.5-4b --dry-run --start-seconds 100 --cold-ms 150,329,673 --hit-ms 60
 
 Engines, each a process of its own (70 to 130 s of start on an H200):
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -50,10 +52,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engines", type=names(ALL), default=engines, help=f"of {','.join(ALL)}; {','.join(engines)}")
     parser.add_argument("--only", type=names(SECTIONS), default=SECTIONS, metavar="SECTION,...")
     parser.add_argument("--trace", type=names(ALL), default=(), metavar="ENGINE,...", help="record one hit each")
+    add = {"type": Path, "action": "append", "default": [], "metavar": "DOCUMENT"}
+    parser.add_argument("--add", **add, help="take its engines too: of an earlier call, same shape and machine")
     _add_sizes(parser)
     parser.add_argument("--tflops", type=float, help="of a bf16 matrix product; measured unless given with --link-gbs")
     parser.add_argument("--link-gbs", type=float, help="GB/s from pinned host memory to the GPU")
     parser.add_argument("--engine-seconds", type=float, default=280, help="time limit per engine, start included")
+    parser.add_argument("--total-seconds", type=float, default=math.inf, help="the last engines get what is left")
     guess = parser.add_argument_group("for the times that --dry-run prints, all three or none")
     guess.add_argument("--start-seconds", type=float)
     guess.add_argument("--cold-ms", type=numbers(float), help="full prefill, one number per length")
@@ -126,6 +131,14 @@ def estimates_of(options: argparse.Namespace) -> Estimates | None:
     return None if None in given else Estimates(*given)
 
 
+def describe(chosen: list[BenchPlan], estimates: Estimates | None) -> list[str]:
+    lines = [line for plan in chosen for line in bench_plan.describe(plan, estimates)]
+    if estimates:
+        total = sum(sum(bench_plan.estimated_seconds(plan, estimates).values()) for plan in chosen)
+        lines.append(f"all engines: {total:.0f} s, and some seconds to measure the machine")
+    return lines
+
+
 # ------------------------------------------------------------------------------------------------------ executing
 
 
@@ -145,19 +158,33 @@ def main() -> int:
     options = parse()
     chosen = plans(options)
     if options.dry_run:
-        print("\n".join(line for plan in chosen for line in bench_plan.describe(plan, estimates_of(options))))
+        print("\n".join(describe(chosen, estimates_of(options))))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's group is killed too
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
-    began, engines = time.monotonic(), {}
-    head = {**origin("scripts/bench_ttft", options), "sizes": sizes_of(options).__dict__}
+    head = {"tool": "bench_ttft", **origin("scripts/bench_ttft", options), "sizes": sizes_of(options).__dict__}
+    began, engines = time.monotonic(), added(options.add, head)
     config, speeds = model_config(model_folder(options)), speeds_of(options)
     for plan in chosen:
-        engines[plan.name] = engine_process.run_engine(plan, "bench_runner", options.out, options.engine_seconds)
+        left = options.total_seconds - (time.monotonic() - began)
+        limit = max(min(options.engine_seconds, left), 0)
+        engines[plan.name] = engine_process.run_engine(plan, "bench_runner", options.out, limit)
         report = bench_report.assemble(head, config, speeds, engines, time.monotonic() - began)
         write(report, options.out)  # after each engine: a later one may be cut off
     print(f"\n{bench_print.print_report(report)}\n\nwritten to {options.out}")
     return 1 if report["problems"] else 0
+
+
+def added(documents: list[Path], head: dict[str, Any]) -> dict[str, Any]:
+    """Engines of earlier documents, with where they come from. SystemExit for a document that cannot be compared."""
+    engines = {}
+    for path in documents:
+        report = json.loads(path.read_text())
+        for what, theirs, ours in bench_report.differences(report, json.loads(json.dumps(head))):
+            raise SystemExit(f"--add {path}: {what} is {theirs}, here {ours}")
+        source = {key: report[key] for key in ("date", "commit", "command")}
+        engines |= {name: {**engine, "added_from": source} for name, engine in report["engines"].items()}
+    return engines
 
 
 def write(report: dict[str, Any], out: Path) -> None:

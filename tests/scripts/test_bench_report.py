@@ -4,6 +4,7 @@ import json
 
 import bench_print
 import bench_report
+import bench_ttft
 import plot
 import pytest
 from cost import Shape, Speeds
@@ -142,6 +143,7 @@ def test_bursts_count_every_request_and_whole_seconds():
 
 
 HEADER = {
+    "tool": "bench_ttft",
     "shape": SHAPE,
     "commit": "abc",
     "machine": {"gpus": ["NVIDIA H200, 580, 143771 MiB"], "cpu": "x", "sglang": "0.5.17"},
@@ -159,6 +161,22 @@ def test_the_document_and_its_print_out(engines):
     assert any("35.6 (34.6–36.6) 5.38x" in cell for cell in table[0])
     assert "FAIL host, KV on the host: 1.5x" in text and "PROBLEM host: ended during bursts" in text
     assert "| 2 | different | host | host | 300 |" in text
+
+
+def test_engines_of_another_call_are_taken_only_if_they_compare(engines, tmp_path):
+    path = tmp_path / "stock.json"
+    document = bench_report.assemble(HEADER | {"date": "d", "command": "c"}, CONFIG, SPEEDS, engines, 1.0)
+    path.write_text(json.dumps(document))
+    taken = bench_ttft.added([path], HEADER)
+    assert taken["stock"]["sections"] == json.loads(path.read_text())["engines"]["stock"]["sections"]
+    assert taken["host"]["added_from"] == {"date": "d", "commit": "abc", "command": "c"}
+    report = bench_report.assemble(HEADER, CONFIG, SPEEDS, taken, 1.0)
+    assert report["cells"] == document["cells"] and "another call, d, commit abc" in bench_print.print_report(report)
+    for part, other in (("sizes", {"lengths": [1]}), ("machine", {"gpus": ["NVIDIA A100"]})):
+        with pytest.raises(SystemExit, match="here"):
+            bench_ttft.added([path], HEADER | {part: HEADER[part] | other})
+    with pytest.raises(SystemExit, match="shape"):
+        bench_ttft.added([path], HEADER | {"shape": "other"})
 
 
 def test_a_document_without_tail_replay_still_prints(engines):
