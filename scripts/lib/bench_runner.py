@@ -21,6 +21,7 @@ from prompts import Segment
 
 SETTLE_SECONDS = 0.2  # after a cold prefill: its rows and KV are still on their way to the host
 EVICT_SECONDS = 30
+PATIENCE = 8  # rejected samples in a row: more would only take time
 
 
 class BenchRunner(engine_runner.Runner):
@@ -59,14 +60,18 @@ class BenchRunner(engine_runner.Runner):
 
     def hits(self) -> Iterator[dict[str, Any]]:
         requests = bench_plan.requests(self.plan.sizes, self.plan.name, self.plan.chunk)
+        in_vain = 0
         for number, request in enumerate(requests, start=1):
             sample = self.hit(request)
             if number % 20 == 0 or number == len(requests):
                 self.say(f"hits {number}/{len(requests)}: {request.kind} at {request.length}, {sample['ms']:.0f} ms")
-            if sample["rejected"]:
-                self.say(f"hits {number}: REJECTED {sample['rejected']}")
             if request.timed:
                 yield sample
+            in_vain = in_vain + 1 if sample["rejected"] else 0
+            if sample["rejected"]:
+                self.say(f"hits {number}: REJECTED {sample['rejected']}")
+            if in_vain == PATIENCE:
+                raise RuntimeError(f"{in_vain} samples in a row were rejected, the last one: {sample['rejected']}")
 
     def hit(self, request: Request, profile_into: str | None = None) -> dict[str, Any]:
         ids = self.ids(request.prompt)

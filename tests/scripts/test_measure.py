@@ -6,19 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import correctness
+import gpu_check
+import measure
+import prompts
 import pytest
+import report
+import tables
+from measure import EnginePlan, Sizes
+from prompts import Segment
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS / "lib"))
-
-import correctness  # noqa: E402
-import gpu_check  # noqa: E402
-import measure  # noqa: E402
-import prompts  # noqa: E402
-import report  # noqa: E402
-import tables  # noqa: E402
-from measure import EnginePlan, Sizes  # noqa: E402
-from prompts import Segment  # noqa: E402
 
 SMALL = Sizes(lengths=(300, 600), hits=5, cold=2, throughput_reps=1, boundaries=(1, 100))
 
