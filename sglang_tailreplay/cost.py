@@ -1,4 +1,4 @@
-"""The least that a prefill or a hit computes and moves, from a model's config.json: what measured times are held against.
+"""The least that a prefill or a hit computes and moves, from a model's config.json: what times are held against.
 
 Counted are the floating-point operations of matrix products, convolutions and the gated delta rule in its recurrent
 form (chunked kernels compute more), and the bytes of rows and KV. Norms, activations and launches count nothing."""
@@ -98,12 +98,20 @@ class Shape:
         states_only = len(self.groups) if skip else 0
         return tail * ((layers - states_only) * self.layer_flops() + states_only * self.state_flops())
 
+    def row_numbers(self) -> int:
+        """Of one token. Group 0 takes the token embedding and has no row."""
+        return sum(group.row != EMBEDDING for group in self.groups) * self.hidden
+
+    def kv_numbers(self) -> int:
+        """Of one token."""
+        return self.attention_layers * 2 * self.kv_heads * self.head_dim
+
     def row_bytes(self, tail: int) -> int:
-        """Rows of the tail, from the host. Group 0 takes the token embedding and has none."""
-        return tail * sum(group.row != EMBEDDING for group in self.groups) * self.hidden * BYTES
+        """Rows of the tail, from the host."""
+        return tail * self.row_numbers() * BYTES
 
     def kv_bytes(self, matched: int) -> int:
-        return matched * self.attention_layers * 2 * self.kv_heads * self.head_dim * BYTES
+        return matched * self.kv_numbers() * BYTES
 
 
 @dataclass(frozen=True)
