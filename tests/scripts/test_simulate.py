@@ -136,7 +136,7 @@ GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 0, "hash_ids": [1
 
 @pytest.mark.parametrize(
     "changed",
-    [{"hash_ids": [1]}, {"hash_ids": [1, 2, 3]}, {"input_length": 0, "hash_ids": []}, {"timestamp": None}],
+    [{"input_length": 2000}, {"hash_ids": [1, 2, 3]}, {"input_length": 0, "hash_ids": []}, {"timestamp": None}],
     ids=["too few blocks", "too many", "no tokens", "no time"],
 )
 def test_a_line_that_is_no_request_is_named(changed, tmp_path):
