@@ -1,6 +1,7 @@
 """doctor finds every problem before a start does, and its forecast is what a measured server did."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,29 @@ def test_the_text_ends_with_the_verdict(sandbox):
     code, text = sandbox(call, ["--model-path", SHAPE, *GPU, "--page-size", "4"], False)
     assert code == 1 and text.splitlines()[-1] == "It would NOT start: 1 problem."
     assert "no GPU to measure; give --tflops and --link-gbs" in text
+
+
+def documented() -> list[str]:
+    pages = (ROOT / "README.md", ROOT / "docs" / "operating.md")
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
+    return [line for line in lines if "sglang-tailreplay doctor" in line]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_documented_command(command, sandbox):
+    """As on a machine with a GPU. A name on a hub would be downloaded; the shape is the same."""
+    program, name, *arguments = shlex.split(command)
+    assert (Path(program).name, name) == ("sglang-tailreplay", "doctor")
+    arguments = [SHAPE if word in ("Qwen/Qwen3.5-4B", "scripts/shapes/qwen3.5-4b") else word for word in arguments]
+    assumed = [] if "--assume-gpu-gb" in arguments else ["--assume-gpu-gb", "139", "--assume-host-gb", "200"]
+    code, text = sandbox(call, [*arguments, *assumed], False)
+    refused = sum(word in ("--page-size", "--enable-lora") for word in arguments)
+    assert code == (1 if refused else 0)
+    assert text.splitlines()[-1] == (f"It would NOT start: {refused} problems." if refused else "It would start.")
+
+
+def test_there_are_documented_commands():
+    assert len(documented()) >= 4
 
 
 # ---- the arithmetic, against a measured server ----
