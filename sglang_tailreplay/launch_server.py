@@ -12,7 +12,7 @@ import sys
 from collections.abc import MutableMapping
 
 from sglang_tailreplay import config, cpu
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Refused, TailReplayError
 from sglang_tailreplay.row_store import free_host_bytes
 
 
@@ -69,6 +69,9 @@ def main(argv: list[str]) -> None:
         check_entry_point()
         _launch(prepare(argv))
     except TailReplayError as error:
+        more = len(error.problems) - 1 if isinstance(error, Refused) else 0
+        if more:
+            print(f"{more} more of this kind: 'sglang-tailreplay doctor' with these flags names all", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

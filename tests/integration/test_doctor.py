@@ -54,6 +54,18 @@ def test_a_good_start(sandbox):
     assert "replay of 1,639 tokens 10.8, their rows 1.2 " in costs[2]
 
 
+def test_memory_follows_the_dtype_and_the_host_tier(sandbox):
+    flags = ["--dtype", "float32", "--enable-hierarchical-cache", "--hicache-size", "20"]
+    memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))
+    assert "tokens of 65,536 bytes" in memory["KV"] and "tokens of 71,680 bytes" in memory["rows on the host"]
+    host = 20_000_000_000 // 65_536
+    assert f"{host:,} slots" in memory["KV on the host"]
+    device, rows = (
+        int(memory[row].split(": ")[1].split(" tokens")[0].replace(",", "")) for row in ("KV", "rows on the host")
+    )
+    assert rows == device + host
+
+
 def test_all_problems_are_named_at_once_and_memory_is_still_told(sandbox):
     flags = ["--page-size", "16", "--tp", "2", "--enable-lora", "--tail-replay-ratio", "0.1"]
     report = sandbox(call, ["--model-path", SHAPE, *GPU, *flags])
@@ -206,6 +218,21 @@ def test_the_command_knows_its_commands(capsys):
     assert all(f"  {command} " in told for command in ("serve", "doctor"))
     assert cli.main(["bench"]) == 2
     assert "known are serve and doctor" in capsys.readouterr().err
+
+
+def test_a_start_with_several_problems_points_to_doctor(monkeypatch, capsys):
+    from sglang_tailreplay import launch_server
+    from sglang_tailreplay.errors import Refused
+
+    def refuse(argv):
+        raise Refused(["first", "second", "third"])
+
+    monkeypatch.setattr(launch_server, "prepare", refuse)
+    with pytest.raises(SystemExit) as stop:
+        launch_server.main(["--model-path", "m"])
+    more, error = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and error == "error: first"
+    assert more.startswith("2 more") and "sglang-tailreplay doctor" in more
 
 
 def test_serve_is_the_launcher(monkeypatch):

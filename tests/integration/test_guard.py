@@ -7,7 +7,7 @@ import pytest
 
 from sglang_tailreplay import compat, guard
 from sglang_tailreplay.config import ENVIRONMENT
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Refused, TailReplayError
 
 # What a user would have to set for each row of guard.REFUSALS to apply; each dict on its own.
 REFUSED = {
@@ -77,6 +77,14 @@ def test_every_refusal_names_its_flag_and_the_way_out(refusal, server_args):
         message = one_line(error)
         assert refusal.flag in message and refusal.why in message
         assert "Leave this flag out" in message and "--tail-replay-mode off" in message
+
+
+def test_all_refusals_are_told_the_first_one_as_the_message(server_args):
+    with pytest.raises(Refused) as error:
+        guard.prepare(server_args(page_size=16, enable_lora=True, tp_size=2))
+    told = [problem.split(":")[1].strip() for problem in error.value.problems]
+    assert told == ["--page-size", "--tensor-parallel-size", "--enable-lora"]
+    assert one_line(error) == error.value.problems[0]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
