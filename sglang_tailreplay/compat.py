@@ -159,3 +159,13 @@ def in_graph_capture() -> bool:
     from sglang.srt.model_executor.runner import get_is_capture_mode
 
     return get_is_capture_mode()
+
+
+def register_config(config_class: type) -> None:
+    """Let SGLang read config.json of this class's model_type through it, as it does with its own classes.
+
+    transformers' AutoConfig keeps the class it has, which its own models are found by.
+    """
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    _CONFIG_REGISTRY[config_class.model_type] = config_class
