@@ -64,6 +64,15 @@ class RowMover:
                 scatter_rows(source, self.rows, group, device_ids)
             return copy.record("rows written")
 
+    def upload(self, ids: Ids) -> torch.Tensor:
+        """Ids [T] on the device, for several fetches. For the copy lane only.
+
+        Raises: ValueError for an id outside [0, R).
+        """
+        ids = self._checked(ids, lowest=0)
+        with self.lanes.copy.after():
+            return self._on_device(ids)
+
     def fetch(
         self, groups: Sequence[int], ids: Ids, out: torch.Tensor | None = None, after: Sequence[Event] = ()
     ) -> list[Fetched]:

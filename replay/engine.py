@@ -5,17 +5,24 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_tailreplay.replay.groups import Group
-from sglang_tailreplay.replay.layers import GdnLayer, Segments
+from sglang_tailreplay.replay.layers import GdnLayer
+from sglang_tailreplay.replay.segments import CHUNK, Segments, SegmentTable
 from sglang_tailreplay.replay.tail import Launch, pack
 
-Inputs = Callable[[Group, Launch], torch.Tensor]
+# number of the group, launch -> h [launch.tokens, d]
+Inputs = Callable[[int, Launch], torch.Tensor]
+MAX_SEGMENTS = 16  # hits that are replayed together; more follow in the next launch
 
 
 class ReplayEngine:
-    """Rebuilds conv and recurrent state of every GDN layer from the rows of a tail."""
+    """Rebuilds conv and recurrent state of every GDN layer from the rows of a tail, kernel by kernel."""
 
     def __init__(
-        self, groups: Sequence[tuple[Group, Sequence[GdnLayer]]], max_tokens: int, skip_last_ffn: bool = True
+        self,
+        groups: Sequence[tuple[Group, Sequence[GdnLayer]]],
+        max_tokens: int,
+        skip_last_ffn: bool = True,
+        device: torch.device | str = "cpu",
     ) -> None:
         """`groups` pairs every group with its layers, in the group's order. A launch has at most max_tokens tokens.
 
@@ -30,53 +37,46 @@ class ReplayEngine:
         self.groups = tuple((group, tuple(layers)) for group, layers in groups)
         self.max_tokens = max_tokens
         self.skip_last_ffn = skip_last_ffn
+        self._table = SegmentTable(MAX_SEGMENTS, max_tokens // CHUNK + MAX_SEGMENTS, torch.device(device))
+
+    def plan(self, tails: Sequence[int]) -> tuple[Launch, ...]:
+        """The launches that replay tails of these lengths."""
+        return pack(tails, self.max_tokens, MAX_SEGMENTS)
+
+    def input_buffer(self, number: int, launch: Launch) -> torch.Tensor | None:
+        """Where the input [launch.tokens, d] of a group has to lie; None: anywhere."""
+        return None
 
     @torch.no_grad()
-    def run(self, tails: Sequence[int], slots: torch.Tensor, inputs: Inputs) -> tuple[Launch, ...]:
-        """Replays hit i's tail of tails[i] tokens into state slot slots[i]. Returns the launches that it ran.
+    def run(self, launches: Sequence[Launch], slots: torch.Tensor, inputs: Inputs) -> None:
+        """Replays the launches of `plan`; hit i's states are those of slot slots[i].
 
-        `slots` is [hits] int32 on the model's device, no slot twice; the owner has zeroed their recurrent states on the
-        current stream. `inputs(group, launch)` gives h [launch.tokens, d], the rows of the launch's pieces one after
-        another; it is the place where the caller waits for the fetched rows. It is called launch by launch, and within
-        a launch group by group. Runs on the current stream and never waits for the device.
+        `slots` is [hits] int32 on the model's device, no slot twice; the owner has zeroed their recurrent states on
+        the current stream. `inputs(number, launch)` gives h [launch.tokens, d] for the group of that number, the rows
+        of the launch's pieces one after another, to be overwritten; it is the place where the caller waits for the
+        fetched rows. It is called launch by launch, and within a launch group by group. Runs on the current stream and
+        never waits for the device.
         """
-        if slots.shape != (len(tails),):
-            raise ValueError(f"one slot per tail: {len(tails)} tails, slots of shape {tuple(slots.shape)}")
-        launches = pack(tails, self.max_tokens)
+        hits = launches[-1].pieces[-1].hit + 1 if launches else 0
+        if slots.shape != (hits,):
+            raise ValueError(f"one slot per tail: {hits} tails, slots of shape {tuple(slots.shape)}")
         for launch in launches:
-            segments = segments_of(launch, slots)
-            for group, layers in self.groups:
-                h = inputs(group, launch)
-                assert h.shape[0] == launch.tokens, (group, tuple(h.shape), launch.tokens)
-                self._replay(layers, h, segments)
-        return launches
+            self._table.load(launch, slots)
+            for number in range(len(self.groups)):
+                h = inputs(number, launch)
+                assert h.shape[0] == launch.tokens, (number, tuple(h.shape), launch.tokens)
+                self._replay(number, launch, h)
 
-    def _replay(self, layers: tuple[GdnLayer, ...], h: torch.Tensor, segments: Segments) -> None:
-        *inner, last = layers
+    def _replay(self, number: int, launch: Launch, h: torch.Tensor) -> None:
+        """Replays one group of the loaded launch."""
+        self._replay_layers(number, h, self._table.exact(launch))
+
+    def _replay_layers(self, number: int, h: torch.Tensor, segments: Segments) -> None:
+        *inner, last = self.groups[number][1]
+        f = None
         for layer in inner:
-            h = layer.step(h, segments)
+            f, h = layer.step(f, h, segments)
         if self.skip_last_ffn:
-            last.state_only(h, segments)
+            last.state_only(f, h, segments)
         else:
-            last.step(h, segments)
-
-
-def segments_of(launch: Launch, slots: torch.Tensor) -> Segments:
-    """Segments of a launch; `slots` [hits] has the slot of every hit. Does not wait for the device."""
-    pieces = launch.pieces
-    lengths = tuple(piece.length for piece in pieces)
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return Segments(
-        lengths=lengths,
-        cu=_to_device(ends, torch.int32, slots.device),
-        slots=slots[pieces[0].hit : pieces[-1].hit + 1],  # consecutive hits: see Launch
-        continues=_to_device([piece.continues for piece in pieces], torch.bool, slots.device),
-    )
-
-
-def _to_device(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Small tensor through pinned memory: from pageable memory the copy would wait for the stream."""
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+            last.step(f, h, segments)

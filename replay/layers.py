@@ -1,51 +1,43 @@
-"""What the engine needs to know about a GDN layer: six callables over the residual stream."""
+"""What the engine needs to know about a GDN layer: five callables over the residual stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+
+from sglang_tailreplay.replay.segments import Segments
 
 Tensor = torch.Tensor
 
 
-class Segments(NamedTuple):
-    """The pieces of one launch, laid one after another along T. Segment i is rows [cu[i], cu[i + 1])."""
-
-    lengths: tuple[int, ...]  # N, each at least 1; the same numbers as cu, for code that must not wait for the device
-    cu: Tensor  # [N + 1] int32
-    slots: Tensor  # [N] int32: state slot of the segment, no slot twice
-    # [N] bool. True: conv and recurrent state in the slot are the initial state.
-    # False: the conv window is zero, whatever the slot holds; the recurrent state in the slot was zeroed by its owner.
-    continues: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class GdnLayer:
-    """One GDN layer. `h [T, d]` is the residual stream, rounded to the model's dtype between layers."""
+    """One GDN layer.
+
+    `h [T, d]` is the residual stream in the model's dtype, `f [T, d]` what is still to be added to it: kernels add and
+    normalise in one pass. Tokens that belong to no segment hold anything, and whatever becomes of them is not read.
+    """
 
     index: int
-    # h [T, d] -> x [T, d]
-    input_norm: Callable[[Tensor], Tensor]
-    # x -> qkv [T, C], z [T, HV, V] or None where the model has no output gate, b [T, HV], a [T, HV]
-    project: Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor, Tensor]]
-    # x -> qkv [T, C], b [T, HV], a [T, HV]: what the state needs
-    project_state: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    # qkv, a, b, segments -> o [T, HV, V]. Convolution and gated delta rule; writes conv and recurrent state of every
-    # segment's slot in place and touches no other slot.
-    mix: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
-    # o, z -> y [T, d]: gated norm, output projection, reduction over tensor-parallel ranks
-    output: Callable[[Tensor, Tensor | None], Tensor]
-    # h -> f [T, d]: post norm and MLP, reduced
+    # f or None, h -> norm(h + f), h + f. May write into f and h.
+    input_norm: Callable[[Tensor | None, Tensor], tuple[Tensor, Tensor]]
+    # x [T, d], segments -> y [T, d]: projections, convolution, gated delta rule, gated norm, output projection. Writes
+    # conv and recurrent state of every segment's slot in place and touches no other slot.
+    mix: Callable[[Tensor, Segments], Tensor]
+    # x, segments: writes the same states and computes nothing that they do not need
+    mix_state: Callable[[Tensor, Segments], None]
+    # y [T, d], h -> norm(h + y), h + y. May write into y and h.
+    post_norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    # x [T, d] -> f [T, d]
     ffn: Callable[[Tensor], Tensor]
 
-    def step(self, h: Tensor, segments: Segments) -> Tensor:
-        """Residual stream [T, d] that leaves the layer. Writes the states of the segments' slots."""
-        qkv, z, b, a = self.project(self.input_norm(h))
-        h = h + self.output(self.mix(qkv, a, b, segments), z)
-        return h + self.ffn(h)
+    def step(self, f: Tensor | None, h: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """f, h -> f, h behind the layer. Writes the states of the segments' slots."""
+        x, h = self.input_norm(f, h)
+        x, h = self.post_norm(self.mix(x, segments), h)
+        return self.ffn(x), h
 
-    def state_only(self, h: Tensor, segments: Segments) -> None:
+    def state_only(self, f: Tensor | None, h: Tensor, segments: Segments) -> None:
         """Only writes the states of the segments' slots: no gate, no output projection, no FFN."""
-        qkv, b, a = self.project_state(self.input_norm(h))
-        self.mix(qkv, a, b, segments)
+        x, _ = self.input_norm(f, h)
+        self.mix_state(x, segments)

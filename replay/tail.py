@@ -51,8 +51,8 @@ class Launch(NamedTuple):
         return sum(piece.length for piece in self.pieces)
 
 
-def pack(tails: Sequence[int], max_tokens: int) -> tuple[Launch, ...]:
-    """Launches of at most max_tokens tokens that cover every tail once. They must run in order.
+def pack(tails: Sequence[int], max_tokens: int, max_pieces: int | None = None) -> tuple[Launch, ...]:
+    """Launches of at most max_tokens tokens and max_pieces pieces that cover every tail once. They must run in order.
 
     A tail is cut only where it is longer than the budget, at multiples of the budget, so where a hit is cut never
     depends on the hits beside it:
@@ -71,7 +71,7 @@ def pack(tails: Sequence[int], max_tokens: int) -> tuple[Launch, ...]:
             raise ValueError(f"tail of hit {hit} must be at least 1 token, got {tail}")
         for start in range(0, tail, max_tokens):
             piece = Piece(hit, start, min(start + max_tokens, tail), continues=start > 0)
-            if piece.length > room or piece.continues:
+            if piece.length > room or piece.continues or len(open_pieces) == max_pieces:
                 launches.append(Launch(tuple(open_pieces)))
                 open_pieces, room = [], max_tokens
             open_pieces.append(piece)

@@ -11,7 +11,8 @@ import torch
 from sglang_tailreplay.replay import naive
 from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.groups import LINEAR_ATTENTION, find_groups
-from sglang_tailreplay.replay.layers import GdnLayer, Segments
+from sglang_tailreplay.replay.layers import GdnLayer
+from sglang_tailreplay.replay.segments import Segments
 
 Tensor = torch.Tensor
 
@@ -24,9 +25,7 @@ class StatePool:
     recurrent: Mapping[int, Tensor]  # [slots, HV, V, K] each
 
     @classmethod
-    def create(
-        cls, model: torch.nn.Module, slots: int, conv_dtype: torch.dtype = torch.float32
-    ) -> "StatePool":
+    def create(cls, model: torch.nn.Module, slots: int, conv_dtype: torch.dtype = torch.float32) -> "StatePool":
         """Uninitialised pool for a transformers model; recurrent states are float32."""
         conv, recurrent = {}, {}
         for index, layer in _gdn_decoder_layers(model).items():
@@ -43,9 +42,7 @@ class StatePool:
             recurrent[slots.long()] = 0
 
 
-def replay_engine(
-    model: torch.nn.Module, pool: StatePool, max_tokens: int, skip_last_ffn: bool = True
-) -> ReplayEngine:
+def replay_engine(model: torch.nn.Module, pool: StatePool, max_tokens: int, skip_last_ffn: bool = True) -> ReplayEngine:
     """Engine for a transformers `Qwen3_5ForCausalLM` (or its text model's like) that writes its states to `pool`."""
     layers = gdn_layers(model, pool)
     groups = [(group, [layers[i] for i in group.layers]) for group in find_groups(model.config.layer_types)]
@@ -73,21 +70,19 @@ def _gdn_decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 def _gdn_layer(index: int, layer: torch.nn.Module, conv_pool: Tensor, recurrent_pool: Tensor) -> GdnLayer:
     gdn = layer.linear_attn
 
-    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        z = gdn.in_proj_z(x).unflatten(1, (gdn.num_v_heads, gdn.head_v_dim))
-        return gdn.in_proj_qkv(x), z, gdn.in_proj_b(x), gdn.in_proj_a(x)
-
-    def project_state(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return gdn.in_proj_qkv(x), gdn.in_proj_b(x), gdn.in_proj_a(x)
 
-    def mix(qkv: Tensor, a: Tensor, b: Tensor, segments: Segments) -> Tensor:
+    def core(qkv: Tensor, b: Tensor, a: Tensor, segments: Segments) -> Tensor:
         g, beta = naive.gates(a, b, gdn.A_log, gdn.dt_bias)
         weight = gdn.conv1d.weight[:, 0]
         outputs, end = [], 0
-        pieces = zip(segments.lengths, segments.slots.tolist(), segments.continues.tolist(), strict=True)
+        pieces = zip(segments.cu.diff().tolist(), segments.slots.tolist(), segments.continues.tolist(), strict=True)
         for length, slot, continues in pieces:
             part = slice(end, end + length)
             end += length
+            if length == 0:
+                continue
             window = conv_pool[slot] if continues else torch.zeros_like(conv_pool[slot])
             y, conv = naive.causal_conv(qkv[part], weight, window)
             q, k, v = naive.split_qkv(y.to(qkv.dtype), gdn.num_k_heads, gdn.head_k_dim, gdn.num_v_heads)
@@ -95,16 +90,28 @@ def _gdn_layer(index: int, layer: torch.nn.Module, conv_pool: Tensor, recurrent_
             conv_pool[slot] = conv.to(conv_pool.dtype)
             recurrent_pool[slot] = recurrent
             outputs.append(o.to(qkv.dtype))
-        return torch.cat(outputs)
+        padding = qkv.new_empty(qkv.shape[0] - end, gdn.num_v_heads, gdn.head_v_dim)
+        return torch.cat([*outputs, padding])
 
-    def output(o: Tensor, z: Tensor) -> Tensor:
+    def mix(x: Tensor, segments: Segments) -> Tensor:
+        z = gdn.in_proj_z(x).unflatten(1, (gdn.num_v_heads, gdn.head_v_dim))
+        o = core(*project(x), segments)
         # Norm and gate are per head: the module takes [T*HV, V].
         return gdn.out_proj(gdn.norm(o.flatten(0, 1), z.flatten(0, 1)).view(o.shape[0], -1))
 
-    def ffn(h: Tensor) -> Tensor:
-        return layer.mlp(layer.post_attention_layernorm(h))
+    def mix_state(x: Tensor, segments: Segments) -> None:
+        core(*project(x), segments)
 
-    return GdnLayer(index, layer.input_layernorm, project, project_state, mix, output, ffn)
+    def added(norm: torch.nn.Module):
+        def run(f: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = h if f is None else h + f
+            return norm(h), h
+
+        return run
+
+    return GdnLayer(
+        index, added(layer.input_layernorm), mix, mix_state, added(layer.post_attention_layernorm), layer.mlp
+    )
 
 
 def _weights(layer: torch.nn.Module) -> naive.GdnWeights:

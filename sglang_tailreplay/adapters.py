@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.gdn import Core, make_core
 from sglang_tailreplay.replay.groups import EMBEDDING, FULL_ATTENTION, LINEAR_ATTENTION, Group, find_groups
-from sglang_tailreplay.replay.layers import GdnLayer, Segments
+from sglang_tailreplay.replay.layers import GdnLayer
+from sglang_tailreplay.replay.segments import Segments
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -65,102 +66,54 @@ def _unknown(model: torch.nn.Module, why: str) -> TailReplayError:
 
 def replay_layers(model: HybridModel, model_runner: ModelRunner) -> tuple[tuple[Group, tuple[GdnLayer, ...]], ...]:
     """Groups with their layers, ready for a ReplayEngine. Built once the state pools exist."""
-    mixer = _Mixer(model_runner)
-    return tuple((group, tuple(_qwen3_5_layer(model.layers[i], mixer) for i in group.layers)) for group in model.groups)
+    core = make_core(model_runner)
+    return tuple((group, tuple(_qwen3_5_layer(model.layers[i], core) for i in group.layers)) for group in model.groups)
 
 
-class _Mixer:
-    """Convolution and gated delta rule over SGLang's state pools, through a backend of our own.
-
-    The model runner's backend holds the metadata of the forward pass that is being prepared; a second GDNAttnBackend
-    shares its pools and kernels, not its metadata.
-    """
-
-    def __init__(self, model_runner: ModelRunner):
-        from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-
-        self._backend = GDNAttnBackend(model_runner)
-        self._segments: Segments | None = None
-        self._batch: SimpleNamespace | None = None
-
-    def __call__(self, attention: torch.nn.Module, qkv: Tensor, a: Tensor, b: Tensor, segments: Segments) -> Tensor:
-        """o [T, HV, V]; writes the slots of segments (GDNAttnBackend.forward_extend)."""
-        if segments is not self._segments:
-            self._prepare(segments)
-        o = self._backend.forward_extend(attention, self._batch, qkv, a, b)
-        return o.reshape(qkv.shape[0], attention.num_v_heads, attention.head_v_dim)
-
-    def _prepare(self, segments: Segments) -> None:
-        from sglang.srt.layers.attention.hybrid_linear_attn_backend import ForwardMetadata
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-        self._segments = segments
-        self._backend.forward_metadata = ForwardMetadata(
-            query_start_loc=segments.cu, mamba_cache_indices=segments.slots
-        )
-        self._batch = SimpleNamespace(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(segments.lengths),
-            # forward_extend asks `> 0`: whether the slot's conv window is the initial one.
-            extend_prefix_lens=segments.continues.to(torch.int32),
-            extend_seq_lens=segments.cu.diff(),
-            extend_seq_lens_cpu=list(segments.lengths),
-            extend_start_loc=segments.cu[:-1],
-            mamba_track_indices=None,
-            mamba_track_mask=None,
-            mamba_track_seqlens=None,
-            spec_info=None,
-        )
-
-
-def _qwen3_5_layer(layer: torch.nn.Module, mixer: _Mixer) -> GdnLayer:
+def _qwen3_5_layer(layer: torch.nn.Module, core: Core) -> GdnLayer:
     """Qwen3_5LinearDecoderLayer: pre-norm, gated norm before out_proj, dense FFN. One rank holds the whole layer."""
     gdn = layer.linear_attn
+    C = gdn.attn.q_dim + gdn.attn.k_dim + gdn.attn.v_dim
 
-    def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return _split(gdn, *gdn._forward_input_proj(x))
+    def mix(x: Tensor, segments: Segments) -> Tensor:
+        qkvz, ba = gdn._forward_input_proj(x)
+        b, a = ba.chunk(2, dim=1)
+        y = core.output(gdn.attn, gdn.norm, qkvz[:, :C], qkvz[:, C:], b, a, segments)
+        return gdn.out_proj(y)[0]
 
-    def output(o: Tensor, z: Tensor) -> Tensor:
-        y = gdn.norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1]))
-        return gdn.out_proj(y.reshape(o.shape[0], -1))[0]
+    def mix_state(x: Tensor, segments: Segments) -> None:
+        qkv, ba = _state_projection(gdn, C, x)
+        b, a = ba.chunk(2, dim=1)
+        core.state(gdn.attn, qkv, b, a, segments)
 
     return GdnLayer(
         index=layer.layer_id,
-        input_norm=layer.input_layernorm,
-        project=project,
-        project_state=_state_projection(gdn),
-        mix=lambda qkv, a, b, segments: mixer(gdn.attn, qkv, a, b, segments),
-        output=output,
-        ffn=lambda h: layer.mlp(layer.post_attention_layernorm(h)),
+        input_norm=_added(layer.input_layernorm),
+        mix=mix,
+        mix_state=mix_state,
+        post_norm=_added(layer.post_attention_layernorm),
+        ffn=layer.mlp,
     )
 
 
-def _split(gdn: torch.nn.Module, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """qkvz [T, C + HV*V], ba [T, 2*HV] -> qkv [T, C], z [T, HV, V], b [T, HV], a [T, HV]."""
-    z_width = gdn.num_v_heads * gdn.head_v_dim
-    qkv, z = qkvz.split((qkvz.shape[1] - z_width, z_width), dim=-1)
-    b, a = ba.chunk(2, dim=-1)
-    return qkv.contiguous(), z.reshape(-1, gdn.num_v_heads, gdn.head_v_dim), b.contiguous(), a.contiguous()
+def _added(norm: torch.nn.Module):
+    """f or None, h -> norm(h + f), h + f: SGLang's norms add first if they are given a residual, in place."""
+
+    def run(f: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor]:
+        return (norm(h), h) if f is None else norm(f, h)
+
+    return run
 
 
-def _state_projection(gdn: torch.nn.Module):
-    """x -> qkv, b, a: the z gate is not computed where the weight is a plain matrix, whose first rows are q, k, v."""
+def _state_projection(gdn: torch.nn.Module, C: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """qkv [T, C] and ba [T, 2*HV]: the z gate is not computed where the weight is a plain matrix with q, k, v first."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
+    weight = getattr(gdn.in_proj_qkvz, "weight", None)
     plain = isinstance(gdn.in_proj_qkvz.quant_method, UnquantizedLinearMethod)
-    width = 2 * gdn.key_dim + gdn.value_dim
-    if not plain or tuple(gdn.in_proj_qkvz.weight.shape) != (width + gdn.value_dim, gdn.hidden_size):
+    if not plain or tuple(weight.shape) != (C + gdn.attn.v_dim, gdn.hidden_size):
         # Quantised or repacked weights cannot be sliced: compute z and drop it.
-        def project_all(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            qkv, _, b, a = _split(gdn, *gdn._forward_input_proj(x))
-            return qkv, b, a
-
-        return project_all
-
-    def project_state(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Sliced at every call: an online weight update may replace the parameter.
-        qkv = functional.linear(x, gdn.in_proj_qkvz.weight[:width])
-        b, a = gdn.in_proj_ba(x)[0].chunk(2, dim=-1)
-        return qkv, b.contiguous(), a.contiguous()
-
-    return project_state
+        qkvz, ba = gdn._forward_input_proj(x)
+        return qkvz[:, :C], ba
+    # Sliced at every call: an online weight update may replace the parameter.
+    return functional.linear(x, weight[:C]), gdn.in_proj_ba(x)[0]

@@ -43,6 +43,26 @@ _0_5_17 = {
     "gdn_layer": Target(
         "sglang.srt.models.qwen3_5.Qwen3_5LinearDecoderLayer.forward", ("self", "hidden_states", "residual")
     ),
+    "gdn_attention": Target(
+        "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward",
+        ("self", "forward_batch", "mixed_qkv", "a", "b"),
+    ),
+    "prefill_graph_capture": Target(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture_one_shape",
+        ("self", "size"),
+    ),
+    "prefill_graph_fits": Target(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        ("self", "forward_batch"),
+    ),
+    "prefill_graph_run": Target(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+        ("self", "forward_batch"),
+    ),
+    "prefill_graph_launch": Target(
+        "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend.replay",
+        ("self", "shape_key", "static_forward_batch"),
+    ),
     "plan_extend": Target(
         "sglang.srt.managers.schedule_batch.ScheduleBatch._collect_deferred_mamba_cow_and_clear", ("self", "reqs")
     ),
@@ -152,6 +172,25 @@ def largest_graph(model_runner: Any) -> int:
     sizes = [size for phase in phases for size in phase.bs or ()]
     # A decode batch is padded to a captured size, which may lie above the number of requests.
     return max([*sizes, model_runner.req_to_token_pool.size])
+
+
+def uses_graphs(model_runner: Any) -> bool:
+    """Whether SGLang runs any forward pass in CUDA graphs (--disable-cuda-graph turns all of them off)."""
+    graphs = model_runner.server_args.cuda_graph_config
+    return any(phase.backend != "disabled" for phase in (graphs.decode, graphs.prefill))
+
+
+def largest_prefill_graph(model_runner: Any) -> int:
+    """Tokens of the largest prefill that runs in a CUDA graph, 0 if none does."""
+    prefill = model_runner.server_args.cuda_graph_config.prefill
+    return max(prefill.bs or (0,)) if prefill.backend != "disabled" else 0
+
+
+def in_prefill_graph() -> bool:
+    """Whether the model is called to be captured in a breakable prefill graph, warm-up calls included."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+
+    return is_in_breakable_cuda_graph()
 
 
 def in_graph_capture() -> bool:

@@ -15,7 +15,7 @@ from sglang_tailreplay.errors import TailReplayError
 BACKEND = "tail_replay"
 ENVIRONMENT = "SGLANG_TAILREPLAY"
 MODES = ("replay", "zero", "off")
-SWITCHES = ("overlap", "skip", "self_check")  # on, unless their flag --tail-replay-no-... is given
+SWITCHES = ("overlap", "skip", "graphs", "self_check")  # on, unless their flag --tail-replay-no-... is given
 CONV_WIDTH = 4  # a shorter tail could not even fill the convolution window of the first replayed layer
 
 
@@ -52,6 +52,7 @@ class TailReplayConfig:
     host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
     overlap: bool = True  # replay and copies on their own streams; off: one after the other (ablation)
     skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
+    graphs: bool = True  # launch replays as captured CUDA graphs (off: kernel by kernel)
     self_check: bool = True  # at start, compare one replay with a prefill
 
     def __post_init__(self) -> None:
@@ -104,6 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag, key, text in (
         ("no-overlap", "overlap", "replay, row copies and forward passes one after the other"),
         ("no-skip", "skip", "compute the whole last layer of every group"),
+        ("no-graphs", "graphs", "launch replays kernel by kernel, not as captured CUDA graphs"),
         ("no-self-check", "self_check", "start without comparing a replay with a prefill"),
     ):
         group.add_argument(

@@ -155,6 +155,41 @@ def capture_layer(original: Callable, layer: Any, *args: Any, **kwargs: Any) -> 
     return original(layer, *args, **kwargs)
 
 
+def attend_in_graph(
+    original: Callable, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around a GDN layer's attention: in a prefill graph it is captured instead of breaking the graph."""
+    state = runtime.current()
+    state.states_wanted()
+    graphs = state.prefill_graphs
+    if graphs is None or not compat.in_prefill_graph():
+        return original(layer, forward_batch, mixed_qkv, a, b, *args, **kwargs)
+    return graphs.attend(layer, mixed_qkv, a, b)
+
+
+def prefill_graph_capture(graph_runner: Any, size: int, *args: Any, **kwargs: Any) -> None:
+    graphs = runtime.current().prefill_graphs
+    if graphs is not None:
+        graphs.load_for_capture(size)
+
+
+def prefill_graph_fits(original: Callable, graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> bool:
+    graphs = runtime.current().prefill_graphs
+    fits = graphs is None or graphs.fits(forward_batch)
+    return fits and original(graph_runner, forward_batch, *args, **kwargs)
+
+
+def prefill_graph_launch(backend: Any, *args: Any, **kwargs: Any) -> None:
+    """Before a prefill graph is launched, when all that its pass needs is prepared."""
+    runtime.current().states_wanted()
+
+
+def prefill_graph_run(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    graphs = runtime.current().prefill_graphs
+    if graphs is not None:
+        graphs.load(forward_batch)
+
+
 def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
     """After a prefill batch's fresh slots were zeroed, on the forward stream, before the pass reads them."""
     step = getattr(forward_batch, _STEP, None)
@@ -186,6 +221,11 @@ SERVING = (
     Hook("forward", "around", forward),
     Hook("gdn_layer", "around", capture_layer),
     Hook("states_cleared", "after", states_cleared),
+    Hook("gdn_attention", "around", attend_in_graph),
+    Hook("prefill_graph_capture", "before", prefill_graph_capture),
+    Hook("prefill_graph_fits", "around", prefill_graph_fits),
+    Hook("prefill_graph_run", "before", prefill_graph_run),
+    Hook("prefill_graph_launch", "before", prefill_graph_launch),
     Hook("cached_tokens_details", "after", add_details),
     Hook("idle_check", "after", idle_check),
 )

@@ -1,24 +1,24 @@
 """Rebuilding the states of a batch's hits: fetches rows on the copy lane, replays on the replay lane.
 
-    forward lane   ... clear slots |                        wait replayed | prefill of the suffixes
-    copy lane                      | rows g=1 | rows g=2 | ...
-    replay lane      wait cleared  | g=0 | wait rows, g=1 | ...  replayed
+forward lane   ... clear slots |                        wait replayed | prefill of the suffixes
+copy lane                      | rows g=1 | rows g=2 | ...
+replay lane      wait cleared  | g=0 | wait rows, g=1 | ...  replayed
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_tailreplay.replay.engine import ReplayEngine
-from sglang_tailreplay.replay.groups import EMBEDDING, Group
-from sglang_tailreplay.replay.tail import Launch, pack
+from sglang_tailreplay.replay.groups import EMBEDDING
+from sglang_tailreplay.replay.tail import Launch
 
 if TYPE_CHECKING:
-    from sglang_tailreplay.cuda_streams.lanes import Lanes
+    from sglang_tailreplay.cuda_streams.lanes import Event, Lanes
     from sglang_tailreplay.cuda_streams.mover import Fetched, RowMover
     from sglang_tailreplay.metrics import Stopwatch
     from sglang_tailreplay.scheduling import Hit
@@ -28,62 +28,124 @@ class Replayer:
     def __init__(
         self, engine: ReplayEngine, embed: torch.nn.Module, mover: RowMover, lanes: Lanes, stopwatch: Stopwatch
     ):
-        self._engine = engine
-        self._embed = embed
-        self._mover = mover
-        self._lanes = lanes
-        self._stopwatch = stopwatch
+        self.engine = engine
+        self.embed = embed
+        self.mover = mover
+        self.lanes = lanes
+        self.stopwatch = stopwatch
+        self._replayed: Event | None = None
+        self.free: dict[int, Event] = {}  # address of an input buffer -> after its last replay
 
     @torch.no_grad()
     def run(self, hits: Sequence[Hit], slots: torch.Tensor) -> None:
         """Rebuild every hit's states in slots [hits] int32, which were zeroed on the current stream.
 
-        On return the current stream waits for them.
+        `wait` must follow before anything on the current stream reads them.
         """
-        with self._stopwatch.measure("wait"):
-            cleared = self._lanes.mark_current("slots cleared")
-            inputs = _Inputs(self._engine, hits, self._embed, self._fetch, self._lanes, slots.device)
-            with self._lanes.replay.after(cleared):
-                self._lanes.replay.reads(slots)
-                with self._stopwatch.measure("replay"):
-                    self._engine.run([len(hit.rows) for hit in hits], slots, inputs)
-                replayed = self._lanes.replay.record("states replayed")
-            self._lanes.current_waits(replayed)
+        launches = self.engine.plan([len(hit.rows) for hit in hits])
+        cleared = self.lanes.mark_current("slots cleared")
+        inputs = _Inputs(self, hits, launches, slots.device)
+        with self.lanes.replay.after(cleared):
+            self.lanes.replay.reads(slots)
+            with self.stopwatch.measure("replay"):
+                self.engine.run(launches, slots, inputs)
+            inputs.close()
+            self._replayed = self.lanes.replay.record("states replayed")
 
-    def _fetch(self, row: int, ids: np.ndarray) -> Fetched:
-        with self._lanes.copy.after(), self._stopwatch.measure("fetch"):
-            return self._mover.fetch([row], ids)[0]
+    @property
+    def pending(self) -> bool:
+        """Whether there are states that the current stream has not waited for."""
+        return self._replayed is not None
+
+    def wait(self) -> None:
+        """The current stream waits for the states, as late as it can.
+
+        What SGLang prepares for the pass asks the device for lengths and would have the host wait for the replay, too.
+        """
+        if self._replayed is not None:
+            with self.stopwatch.measure("wait"):
+                self.lanes.current_waits(self._replayed)
+            self._replayed = None
+
+
+class _Turn(NamedTuple):
+    """One group of one launch."""
+
+    launch: Launch
+    number: int  # of the group in the engine
 
 
 class _Inputs:
     """h [T, d] of every group of every launch, fetched one group ahead of the replay."""
 
-    def __init__(self, engine: ReplayEngine, hits: Sequence[Hit], embed, fetch, lanes: Lanes, device: torch.device):
-        self._embed, self._fetch, self._lanes, self._device = embed, fetch, lanes, device
-        launches = pack([len(hit.rows) for hit in hits], engine.max_tokens)
-        self._rows = {launch: _gather(launch, [hit.rows for hit in hits]) for launch in launches}
-        self._tokens = {launch: _gather(launch, [hit.token_ids for hit in hits]) for launch in launches}
+    def __init__(self, replayer: Replayer, hits: Sequence[Hit], launches: Sequence[Launch], device: torch.device):
+        self._owner, self._device = replayer, device
+        self._groups = [group for group, _ in replayer.engine.groups]
+        self._rows = [hit.rows for hit in hits]
+        self._tokens = [hit.token_ids for hit in hits]
+        stored = [number for number, group in enumerate(self._groups) if group.source != EMBEDDING]
         # What to fetch, in the order in which it is replayed.
-        stored = [group.row for group, _ in engine.groups if group.row != EMBEDDING]
-        self._plan = [(row, launch) for launch in launches for row in stored]
-        self._fetched: dict[tuple[int, Launch], Fetched] = {}
+        self._plan = [_Turn(launch, number) for launch in launches for number in stored]
+        self._ids: dict[Launch, torch.Tensor] = {}
+        self._fetched: dict[_Turn, Fetched] = {}
+        self._in_use: torch.Tensor | None = None  # the input buffer that the last group was given
         self._fetch_next()
 
-    def __call__(self, group: Group, launch: Launch) -> torch.Tensor:
-        if group.source == EMBEDDING:
-            ids = torch.from_numpy(self._tokens[launch])
-            if self._device.type == "cuda":
-                ids = ids.pin_memory().to(self._device, non_blocking=True)
-            return self._embed(ids)
-        fetched = self._fetched.pop((group.row, launch))
-        self._fetch_next()
-        self._lanes.current_waits(fetched.ready)  # the current stream is the replay lane's
+    def __call__(self, number: int, launch: Launch) -> torch.Tensor:
+        """The input of a group, on the replay lane, which has been given all groups before it."""
+        self._release()
+        turn = _Turn(launch, number)
+        stored = self._groups[number].source != EMBEDDING
+        if stored and turn not in self._fetched:
+            self._fetch_next()
+        fetched = self._fetched.pop(turn) if stored else None
+        buffer = self._in_use = self._owner.engine.input_buffer(number, launch)
+        if not self._fetched:
+            self._fetch_next()
+        if fetched is None:
+            return self._embedded(launch, buffer)
+        self._owner.lanes.current_waits(fetched.ready)  # the current stream is the replay lane's
         return fetched.tensor
 
+    def close(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """The replay lane is done with the input of the last group when it gets here."""
+        if self._in_use is not None:
+            self._owner.free[self._in_use.data_ptr()] = self._owner.lanes.replay.record("input replayed")
+            self._in_use = None
+
+    def _embedded(self, launch: Launch, buffer: torch.Tensor | None) -> torch.Tensor:
+        ids = torch.from_numpy(_gather(launch, self._tokens))
+        if self._device.type == "cuda":
+            ids = ids.pin_memory().to(self._device, non_blocking=True)
+        h = self._owner.embed(ids)
+        return h if buffer is None else buffer.copy_(h)
+
     def _fetch_next(self) -> None:
-        if self._plan:
-            row, launch = self._plan.pop(0)
-            self._fetched[row, launch] = self._fetch(row, self._rows[launch])
+        if not self._plan:
+            return
+        turn = self._plan[0]
+        out = self._owner.engine.input_buffer(turn.number, turn.launch)
+        if out is not None and self._in_use is not None and out.data_ptr() == self._in_use.data_ptr():
+            return  # the group at hand has it; its own turn comes back here
+        self._plan.pop(0)
+        self._fetched[turn] = self._fetch(turn, out)
+
+    def _fetch(self, turn: _Turn, out: torch.Tensor | None) -> Fetched:
+        owner = self._owner
+        ids = self._ids.get(turn.launch)
+        if ids is None:
+            ids = self._ids[turn.launch] = owner.mover.upload(_gather(turn.launch, self._rows))
+        free = owner.free.get(out.data_ptr()) if out is not None else None
+        with owner.lanes.copy.after(), owner.stopwatch.measure("fetch"):
+            return owner.mover.fetch(
+                [self._groups[turn.number].row],
+                ids,
+                out=out[None] if out is not None else None,
+                after=(free,) if free is not None else (),
+            )[0]
 
 
 def _gather(launch: Launch, per_hit: Sequence[np.ndarray]) -> np.ndarray:

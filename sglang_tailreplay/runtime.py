@@ -1,9 +1,9 @@
 """Everything of Tail-Replay in one scheduler process, put together as SGLang's parts come into being.
 
-    Scheduler.__init__  ->  activate          settings, planner
-      pools allocated   ->  on_pools_ready    model found, row store, capture   (before CUDA graphs are captured)
-      tree created      ->  create_cache      tree component, replay engine
-      scheduler ready   ->  on_ready          metrics, self-check
+Scheduler.__init__  ->  activate          settings, planner
+  pools allocated   ->  on_pools_ready    model found, row store, capture   (before CUDA graphs are captured)
+  tree created      ->  create_cache      tree component, replay engine
+  scheduler ready   ->  on_ready          metrics, self-check
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
+from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
+from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
+from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine
 from sglang_tailreplay.replayer import Replayer
 from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
 from sglang_tailreplay.scheduling import Admission, Hit, Planner, Step
@@ -52,6 +56,7 @@ class Runtime:
         self.server_args = server_args
         self.planner = Planner(config, self._on_admission)
         self.capture: Capture | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         self._model_runner: Any = None
         self._model: adapters.HybridModel | None = None
         self._store: RowStore | None = None
@@ -70,7 +75,9 @@ class Runtime:
         self._model_runner = model_runner
         self._model = model = adapters.find_model(model_runner.model)
         device = torch.device(model_runner.device)
-        self._stopwatch = Stopwatch(self._on_seconds, device.type == "cuda")
+        report = self._on_seconds if self.server_args.enable_metrics else None
+        self._stopwatch = Stopwatch(report, device.type == "cuda")
+        self.prefill_graphs = self._make_prefill_graphs(device)
         if self.config.mode != "replay":
             return
         shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
@@ -85,6 +92,12 @@ class Runtime:
             tokens = compat.largest_graph(model_runner)
             self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
 
+    def _make_prefill_graphs(self, device: torch.device) -> PrefillGraphs | None:
+        tokens = compat.largest_prefill_graph(self._model_runner)
+        if device.type != "cuda" or not self.config.graphs or tokens == 0:
+            return None
+        return PrefillGraphs(make_core(self._model_runner), self._model_runner.req_to_token_pool, tokens, device)
+
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
         from sglang_tailreplay.radix.component import TailReplayComponent
@@ -94,10 +107,32 @@ class Runtime:
         cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0))
         self.planner.attach(cache)
         if self._store is not None:
-            layers = adapters.replay_layers(self._model, self._model_runner)
-            engine = ReplayEngine(layers, MAX_LAUNCH_TOKENS, skip_last_ffn=self.config.skip)
-            self._replayer = Replayer(engine, self._model.embed, self._mover, self._lanes, self._stopwatch)
+            self._replayer = Replayer(self._make_engine(), self._model.embed, self._mover, self._lanes, self._stopwatch)
         return cache
+
+    def _make_engine(self) -> ReplayEngine:
+        layers = adapters.replay_layers(self._model, self._model_runner)
+        device = torch.device(self._model_runner.device)
+        if not (self.config.graphs and device.type == "cuda" and compat.uses_graphs(self._model_runner)):
+            return ReplayEngine(layers, MAX_LAUNCH_TOKENS, self.config.skip, device)
+        began, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+        engine = GraphedEngine(
+            layers, MAX_LAUNCH_TOKENS, self.config.skip, device, self._model.hidden_size, self._model_runner.dtype
+        )
+        try:
+            engine.capture(CudaGraphRecorder(device))
+        except torch.OutOfMemoryError as error:
+            raise TailReplayError(
+                f"tail_replay: no GPU memory left for the graphs of the replay ({error}). "
+                "Lower --mem-fraction-static, or give --tail-replay-no-graphs."
+            ) from error
+        taken = free - torch.cuda.mem_get_info(device)[0]
+        logger.info(
+            "tail_replay: captured the replay of %d launch sizes in %.1f s, %.2f GiB of GPU memory",
+            len(engine.buckets), time.monotonic() - began, taken / 2**30,
+        )  # fmt: skip
+        self.planner.rounded = engine.rounded
+        return engine
 
     def on_ready(self, scheduler: Any) -> None:
         if self.server_args.enable_metrics:
@@ -119,10 +154,18 @@ class Runtime:
     def forward_abandoned(self) -> None:
         if self.capture is not None:
             self.capture.abandon()
+        self.states_wanted()  # the slots may get other owners, behind the replay that still writes them
+
+    def states_wanted(self) -> None:
+        """The pass is about to read recurrent states on the current stream."""
+        if self._replayer is not None:
+            self._replayer.wait()
 
     def forward_ended(self, ran_graph: bool) -> None:
         if self.capture is not None:
             self.capture.end(ran_graph)
+        late = self._replayer is not None and self._replayer.pending
+        assert not late, "a forward pass read recurrent states without waiting for their replay"
         self._stopwatch.harvest()
 
     def replay(self, hits: tuple[Hit, ...]) -> None:

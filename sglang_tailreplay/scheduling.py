@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_tailreplay.radix.component import Tail
     from sglang_tailreplay.radix.tree import TailReplayCache
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ class Planner:
     def __init__(self, config: TailReplayConfig, on_admission: Callable[[Admission], None] = lambda admission: None):
         self.config = config
         self.on_admission = on_admission
+        # Tokens that a tail of this many may have at no more cost: replays run in graphs of fixed sizes.
+        self.rounded: Callable[[int], int] = lambda k: k
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
@@ -124,7 +127,8 @@ class Planner:
         m = len(req.prefix_indices)
         tail_length = self.tail_length_of(req)
         k = tail_length(m) if m > 0 and tail_length is not None else 0
-        tail = self.cache.rows.tail(self.cache.tree_core.node_by_id(req.last_node), k)
+        tail = self._longest_tail(req, m, k)
+        k = len(tail.rows)
         # What this request computes inherits the error of what it builds on, and adds its own unless it replays all.
         rows.generation = tail.generation + (m > 0 and k < m)
         rows.boundary, rows.replayed = m, k
@@ -135,6 +139,13 @@ class Planner:
         assert not (tail.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
         ids = np.array(req.full_untruncated_fill_ids[m - k : m], dtype=np.int64)
         return Hit(req.rid, req.mamba_pool_idx, tail.rows, ids)
+
+    def _longest_tail(self, req: Req, m: int, k: int) -> Tail:
+        """The tail of k tokens, or a longer one that costs the same, if its rows are there."""
+        node = self.cache.tree_core.node_by_id(req.last_node)
+        longer = min(m, self.rounded(k), max(k, self.config.max_tokens or m)) if k > 0 else 0
+        tail = self.cache.rows.tail(node, longer)
+        return tail if longer == k or not (tail.rows == NO_ROW).any() else self.cache.rows.tail(node, k)
 
     def plan_decode(self, reqs: Sequence[Req]) -> Step:
         """Called for a decode batch after its slots are allocated: one token per request."""

@@ -43,6 +43,7 @@ def run(scheduler: Any, runtime: Runtime) -> float:
         expected = states[:, slot].clone()
         pool.clear_slots(req.mamba_pool_idx.unsqueeze(0))
         runtime.replay((Hit(req.rid, req.mamba_pool_idx, rows, tokens),))
+        runtime.states_wanted()
         error = _relative_error(states[:, slot], expected)
     finally:
         release_kv_cache(req, scheduler.tree_cache, is_insert=False)

@@ -175,7 +175,7 @@ def _run_child(plan: EnginePlan, folder: Path, log: Path, limit: float) -> str:
 
 
 def run_unit(limit: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/cuda_streams"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/cuda_streams", "tests/replay/test_kernels.py"]
     print(f"[unit] {shlex.join(command[1:])}", flush=True)
     start = time.monotonic()
     env = {**os.environ, "PYTHONSAFEPATH": "1"}  # or the checkout would shadow an installed package

@@ -11,6 +11,7 @@ from sglang_tailreplay.errors import TailReplayError
 FLAGS = {
     "overlap": "--tail-replay-no-overlap",
     "skip": "--tail-replay-no-skip",
+    "graphs": "--tail-replay-no-graphs",
     "self_check": "--tail-replay-no-self-check",
 }
 BAD = {
@@ -21,6 +22,7 @@ BAD = {
     "host_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "overlap": [0, 1, "true", None],
     "skip": [0, 1, "true", None],
+    "graphs": [0, 1, "true", None],
     "self_check": [0, 1, "false", None],
 }
 
@@ -111,9 +113,10 @@ def test_every_flag_reaches_its_key():
     rest, config = translate(
         *("--model-path", "m", "--tail-replay-mode", "zero", "--tail-replay-ratio=0.5"),
         *("--tail-replay-min-tokens", "8", "--tail-replay-max-tokens", "99", "--tail-replay-host-gb", "1.5"),
-        *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-self-check", "--port", "1"),
+        *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
+        *("--tail-replay-no-self-check", "--port", "1"),
     )
-    assert config == TailReplayConfig("zero", 0.5, 8, 99, 1.5, False, False, False)
+    assert config == TailReplayConfig("zero", 0.5, 8, 99, 1.5, False, False, False, False)
     assert rest == ["--model-path", "m", "--port", "1", "--radix-cache-backend", "tail_replay"]
 
 

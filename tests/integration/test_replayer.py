@@ -13,6 +13,7 @@ from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.cuda_streams.recording import LogEntry, RaceError, RecordingLanes
 from sglang_tailreplay.replay.engine import ReplayEngine
+from sglang_tailreplay.replay.graphs import GraphedEngine
 from sglang_tailreplay.replay.groups import EMBEDDING, FULL_ATTENTION, LINEAR_ATTENTION, find_groups
 from sglang_tailreplay.replay.tail import pack
 from sglang_tailreplay.replayer import Replayer
@@ -21,6 +22,8 @@ from sglang_tailreplay.scheduling import Hit
 F, L = FULL_ATTENTION, LINEAR_ATTENTION
 STARTS_WITH_GDN = (L, F, L, L, F, L, F, L, L)  # the first group starts from the embedding
 STARTS_WITH_FA = (F, L, L, F, L, F, L)
+ONE_GROUP = (F, L)
+TWO_GROUPS = (F, L, F, L)
 R, D, SLOTS = 40, 4, 9
 
 
@@ -45,7 +48,7 @@ class Watch:
 class Serving:
     """A replayer around fake layers, and the order in which things were asked for."""
 
-    def __init__(self, kinds=STARTS_WITH_GDN, max_tokens=100, lanes=None):
+    def __init__(self, kinds=STARTS_WITH_GDN, max_tokens=100, lanes=None, graphs=False):
         self.lanes = lanes or RecordingLanes()
         self.order = []  # ("fetch", row, tokens), ("replay", layer, tokens), ("embed", token ids)
         self.inputs = {}  # first layer of a group -> what its launches read
@@ -63,7 +66,11 @@ class Serving:
 
         self.mover.fetch = noted
         layers = [(group, [Layer(self, i, i == group.layers[0]) for i in group.layers]) for group in self.groups]
-        self.engine = ReplayEngine(layers, max_tokens)
+        self.engine = GraphedEngine(layers, max_tokens, True, "cpu", D, torch.float32) if graphs else None
+        self.engine = self.engine or ReplayEngine(layers, max_tokens)
+        if graphs:
+            # A graph reads its whole bucket from fixed memory, whatever the launch fills of it.
+            self.engine.capture(lambda body: body)
         self.watch = Watch(self.lanes)
         self.replayer = Replayer(self.engine, self.embed, self.mover, self.lanes, self.watch)
 
@@ -89,6 +96,9 @@ class Serving:
         if isinstance(self.lanes, RecordingLanes):
             self.lanes.forward.writes(self.slots, self.states)  # clears the slots
         self.replayer.run(hits, self.slots)
+        assert self.replayer.pending
+        self.replayer.wait()
+        assert not self.replayer.pending
         return hits
 
 
@@ -98,31 +108,33 @@ class Layer:
     def __init__(self, serving: Serving, index: int, first: bool):
         self.serving, self.index, self.first = serving, index, first
 
-    def step(self, h, segments):
+    def step(self, f, h, segments):
         self._use(h, segments)
-        made = h + 1
-        self.serving.current.writes(made)
-        return made
+        h += 1
+        return None, h
 
-    def state_only(self, h, segments):
+    def state_only(self, f, h, segments):
         self._use(h, segments)
 
     def _use(self, h, segments):
         serving = self.serving
-        serving.order.append(("replay", self.index, len(h)))
-        serving.current.reads(h, segments.slots)
-        serving.current.writes(serving.states)
+        tokens = int(segments.cu[-1])
+        serving.order.append(("replay", self.index, tokens))
+        serving.current.reads(segments.slots)
+        serving.current.writes(h, serving.states)
         if self.first:
-            serving.inputs.setdefault(self.index, []).append(h.clone())
+            serving.inputs.setdefault(self.index, []).append(h[:tokens].clone())
 
 
-LAYOUTS = [STARTS_WITH_GDN, STARTS_WITH_FA]
+LAYOUTS = [STARTS_WITH_GDN, STARTS_WITH_FA, ONE_GROUP, TWO_GROUPS]
+BATCHES = [((5,), 100), ((3, 7, 2), 100), ((3, 7, 2), 8), ((20, 1, 9), 8)]
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
 @pytest.mark.parametrize("kinds", LAYOUTS)
-@pytest.mark.parametrize("tails, max_tokens", [((5,), 100), ((3, 7, 2), 100), ((3, 7, 2), 8), ((20, 1, 9), 8)])
-def test_every_group_gets_the_rows_of_its_launch(kinds, tails, max_tokens):
-    serving = Serving(kinds, max_tokens)
+@pytest.mark.parametrize("tails, max_tokens", BATCHES)
+def test_every_group_gets_the_rows_of_its_launch(kinds, tails, max_tokens, graphs):
+    serving = Serving(kinds, max_tokens, graphs=graphs)
     hits = serving.run(*tails)
     launches = pack(tails, max_tokens)
     for group in serving.groups:
@@ -138,7 +150,7 @@ def test_every_group_gets_the_rows_of_its_launch(kinds, tails, max_tokens):
                 assert torch.equal(h, serving.rows[group.row, ids])
 
 
-@pytest.mark.parametrize("kinds", LAYOUTS)
+@pytest.mark.parametrize("kinds", [STARTS_WITH_GDN, STARTS_WITH_FA])
 @pytest.mark.parametrize("tails, max_tokens", [((5,), 100), ((20, 1, 9), 8)])
 def test_the_next_group_is_fetched_before_a_group_is_replayed(kinds, tails, max_tokens):
     serving = Serving(kinds, max_tokens)
@@ -156,6 +168,17 @@ def test_the_next_group_is_fetched_before_a_group_is_replayed(kinds, tails, max_
         assert following[0] < this, "the next rows were asked for only after this group was replayed"
     for i, (at, *_) in enumerate(fetches[2:]):
         assert at > replays[i], "rows were asked for more than one group ahead"
+
+
+def test_in_graphs_one_group_is_fetched_while_another_is_replayed():
+    """No fetch waits for the replay of the group just before its own: their inputs lie in different buffers."""
+    serving = Serving((L, F, L, F, L, F, L, F, L), graphs=True)  # five groups: the last is neighbour of the first
+    for _ in range(2):
+        serving.run(5)
+        buffers = [serving.engine.buffer_of(number) for number in range(5)]
+        assert all(a != b for a, b in zip(buffers, buffers[1:] + buffers[:1], strict=True))
+    kinds = [entry[0] for entry in serving.order]
+    assert kinds[:5] == ["fetch", "embed", "replay", "fetch", "replay"]
 
 
 def test_launches_run_one_after_the_other_and_groups_in_order():
@@ -214,17 +237,19 @@ def test_rows_of_the_pass_before_are_there():
     assert (serving.inputs[group.layers[0]][0] == 7).all()
 
 
-def test_batches_follow_each_other():
-    serving = Serving(max_tokens=8)
+@pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
+@pytest.mark.parametrize("kinds", LAYOUTS)
+def test_batches_follow_each_other(kinds, graphs):
+    serving = Serving(kinds, max_tokens=8, graphs=graphs)
     for tails in ((3,), (20, 1, 9), (8, 8)):
         serving.run(*tails)
     serving.lanes.forward.reads(serving.states)
 
 
-@pytest.mark.parametrize("forgotten", ["states replayed", "slots cleared", "rows fetched"])
+@pytest.mark.parametrize("forgotten", ["states replayed", "slots cleared", "rows fetched", "input replayed"])
 def test_a_forgotten_wait_is_a_race(forgotten, monkeypatch):
     """That the tests above would notice."""
-    serving = Serving()
+    serving = Serving(graphs=forgotten == "input replayed")
     join = serving.lanes.join
     monkeypatch.setattr(
         serving.lanes, "join", lambda lane, event: None if event.name == forgotten else join(lane, event)
@@ -232,6 +257,7 @@ def test_a_forgotten_wait_is_a_race(forgotten, monkeypatch):
     with pytest.raises(RaceError):
         serving.run(5)
         serving.lanes.forward.reads(serving.states)
+        serving.run(5)
 
 
 def test_without_overlap_the_same_rows_arrive():

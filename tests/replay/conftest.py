@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from sglang_tailreplay.replay.groups import EMBEDDING, Group, find_groups
+from sglang_tailreplay.replay.groups import EMBEDDING, find_groups
 from sglang_tailreplay.replay.tail import Launch
 from sglang_tailreplay.replay.torch_layers import StatePool, replay_engine
 
@@ -111,14 +111,18 @@ def replay() -> Callable:
         pool.clear_recurrent(slots)
         make = engine or replay_engine
 
-        def inputs(group: Group, launch: Launch) -> torch.Tensor:
+        replayer = make(model, pool, max_tokens, skip_last_ffn)
+
+        def inputs(number: int, launch: Launch) -> torch.Tensor:
+            source = replayer.groups[number][0].source
             parts = []
             for piece in launch.pieces:
-                rows = hits[piece.hit][group.source]
+                rows = hits[piece.hit][source]
                 parts.append(rows[len(rows) - tails[piece.hit] :][piece.start : piece.end])
-            return torch.cat(parts)
+            buffer = replayer.input_buffer(number, launch)
+            return torch.cat(parts) if buffer is None else torch.cat(parts, out=buffer)
 
-        make(model, pool, max_tokens, skip_last_ffn).run(tails, slots, inputs)
+        replayer.run(replayer.plan(tails), slots, inputs)
         return pool, slots.tolist()
 
     return run

@@ -84,7 +84,7 @@ def engine_with_raising_last(model, pool, max_tokens, skip_last_ffn):
     groups = find_groups(model.config.layer_types)
     for group in groups:
         last = group.layers[-1]
-        layers[last] = replace(layers[last], project=boom, output=boom, ffn=boom)
+        layers[last] = replace(layers[last], mix=boom, post_norm=boom, ffn=boom)
     return ReplayEngine([(g, [layers[i] for i in g.layers]) for g in groups], max_tokens, skip_last_ffn)
 
 
@@ -165,13 +165,15 @@ def test_inputs_are_asked_for_launch_by_launch_and_group_by_group(make_model):
     pool.clear_recurrent(torch.arange(2))
     asked = []
 
-    def inputs(group, launch):
-        asked.append((group.source, [piece[:3] for piece in launch.pieces]))
+    def inputs(number, launch):
+        asked.append((number, [piece[:3] for piece in launch.pieces]))
         return torch.zeros(launch.tokens, 64)
 
-    launches = replay_engine(model, pool, max_tokens=8).run([10, 4], torch.tensor([1, 0], dtype=torch.int32), inputs)
+    engine = replay_engine(model, pool, max_tokens=8)
+    launches = engine.plan([10, 4])
+    engine.run(launches, torch.tensor([1, 0], dtype=torch.int32), inputs)
     first, second = [(0, 0, 8)], [(0, 8, 10), (1, 0, 4)]
-    assert asked == [(-1, first), (1, first), (4, first), (-1, second), (1, second), (4, second)]
+    assert asked == [(0, first), (1, first), (2, first), (0, second), (1, second), (2, second)]
     assert [launch.tokens for launch in launches] == [8, 6]
 
 
@@ -185,4 +187,5 @@ def test_misuse_is_refused(make_model):
     with pytest.raises(ValueError, match="GDN layers"):
         ReplayEngine([(group, [layers[0], layers[2]])], 64)
     with pytest.raises(ValueError, match="one slot per tail"):
-        replay_engine(model, pool, 64).run([3, 4], torch.zeros(1, dtype=torch.int32), None)
+        engine = replay_engine(model, pool, 64)
+        engine.run(engine.plan([3, 4]), torch.zeros(1, dtype=torch.int32), None)
