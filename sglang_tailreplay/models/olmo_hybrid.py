@@ -43,7 +43,7 @@ GATED_NORM_EPS = 1e-5  # not in the configuration; what the model was trained wi
 
 
 class OlmoHybridGatedDeltaNet(nn.Module):
-    """x [T, d] -> y [T, d]. `project`, `project_state` and `output` are its parts, for a replay.
+    """x [T, d] -> y [T, d]. `project` and `project_state` serve a replay, too.
 
     On one rank: H, HV heads and C = 2*H*K + HV*V channels are that rank's.
     """
@@ -83,6 +83,7 @@ class OlmoHybridGatedDeltaNet(nn.Module):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
         )
+        self.attn.beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0
         self.o_norm = RMSNormGated(
             self.head_v_dim, eps=GATED_NORM_EPS, group_size=None, norm_before_gate=True,
             device=torch.get_device_module().current_device(), dtype=torch.get_default_dtype(),
@@ -95,13 +96,13 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor:
         qkv, gate, b, a = self.project(x)
         o = self.attn(forward_batch, mixed_qkv=qkv, a=a, b=b)
-        return self.output(o.reshape(gate.shape), gate)
+        y = self.o_norm(o.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
+        return self.o_proj(y.reshape(x.shape[0], -1))[0]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [T, d] -> qkv [T, C], gate [T, HV, V], b [T, HV], a [T, HV]."""
+        """x [T, d] -> qkv [T, C], gate [T, HV*V], b [T, HV], a [T, HV]."""
         qkv, gate = self.in_proj_qkvg(x)[0].split((self.channels, self.gate_channels), dim=-1)
-        b, a = self._project_ba(x)
-        return qkv.contiguous(), gate.reshape(-1, self.num_v_heads, self.head_v_dim), b, a
+        return qkv.contiguous(), gate, *self._project_ba(x)
 
     def project_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, d] -> qkv [T, C], b [T, HV], a [T, HV]: without the gate, where the weight is a plain matrix."""
@@ -117,11 +118,6 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     def _project_ba(self, x: Tensor) -> tuple[Tensor, Tensor]:
         b, a = self.in_proj_ba(x)[0].chunk(2, dim=-1)
         return b.contiguous(), a.contiguous()
-
-    def output(self, o: Tensor, gate: Tensor) -> Tensor:
-        """o, gate [T, HV, V] -> y [T, d], reduced over ranks."""
-        y = self.o_norm(o.reshape(-1, self.head_v_dim), gate.reshape(-1, self.head_v_dim))
-        return self.o_proj(y.reshape(o.shape[0], -1))[0]
 
 
 class OlmoHybridAttention(nn.Module):
@@ -188,10 +184,7 @@ class OlmoHybridLinearDecoderLayer(nn.Module):
         if captured_last_layer_outputs is not None:
             captured_last_layer_outputs.append(h)
         h = h + self.linear_attn(self.input_layernorm(h), forward_batch)
-        return h + self.ffn(h)
-
-    def ffn(self, h: Tensor) -> Tensor:
-        return self.mlp(self.post_attention_layernorm(h))
+        return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class OlmoHybridAttentionDecoderLayer(nn.Module):

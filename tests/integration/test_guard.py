@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_tailreplay import compat, guard
+from sglang_tailreplay import adapters, compat, guard
 from sglang_tailreplay.config import ENVIRONMENT
 from sglang_tailreplay.errors import TailReplayError
 
@@ -182,7 +182,7 @@ def resolved(server_args, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("architecture", guard.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", adapters.ARCHITECTURES)
 @pytest.mark.parametrize("prefill", guard.PREFILL_GRAPHS)
 def test_a_hybrid_with_good_settings_passes(architecture, prefill, resolved, caplog):
     args = resolved(architecture, prefill=prefill)
