@@ -160,9 +160,9 @@ def attend_in_graph(
 ) -> Any:
     """Around a GDN layer's attention: in a prefill graph it is captured instead of breaking the graph."""
     state = runtime.current()
-    state.states_wanted()
     graphs = state.prefill_graphs
     if graphs is None or not compat.in_prefill_graph():
+        state.states_wanted()
         return original(layer, forward_batch, mixed_qkv, a, b, *args, **kwargs)
     return graphs.attend(layer, mixed_qkv, a, b)
 
@@ -181,7 +181,8 @@ def prefill_graph_fits(original: Callable, graph_runner: Any, forward_batch: Any
 
 def prefill_graph_launch(backend: Any, *args: Any, **kwargs: Any) -> None:
     """Before a prefill graph is launched, when all that its pass needs is prepared."""
-    runtime.current().states_wanted()
+    state = runtime.current()
+    state.states_wanted(behind_gates=state.prefill_graphs is not None)
 
 
 def prefill_graph_run(graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ pass in fixed memory the GDN layers become part of the graphs; only full attenti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+    from sglang_tailreplay.cuda_streams.gates import Gate
+
 Tensor = torch.Tensor
 MAX_REQUESTS = 32  # of a pass in a graph; every one of them costs each layer a few empty programs
 
@@ -27,7 +30,16 @@ MAX_REQUESTS = 32  # of a pass in a graph; every one of them costs each layer a 
 class PrefillGraphs:
     """One forward pass at a time, on the forward stream."""
 
-    def __init__(self, core: KernelCore, pool: HybridReqToTokenPool, max_tokens: int, device: torch.device):
+    def __init__(
+        self,
+        core: KernelCore,
+        pool: HybridReqToTokenPool,
+        max_tokens: int,
+        device: torch.device,
+        gates: Mapping[int, Gate],
+    ):
+        """`gates` by GDN layer: what has to be open before the layer, and those behind it, read states."""
+        self._gates = gates
         self._core = core
         self._pool = pool
         self._device = device
@@ -50,6 +62,9 @@ class PrefillGraphs:
     def attend(self, layer: RadixLinearAttention, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """o [1, T, HV, V] for the loaded pass (RadixLinearAttention.forward). T is the graph's; what is behind the
         pass's own tokens is undefined."""
+        gate = self._gates.get(layer.layer_id)
+        if gate is not None:
+            gate.wait()
         return self._core.attend(layer, qkv, b, a, self._table.whole(qkv.shape[0]))[None]
 
 

@@ -18,6 +18,7 @@ from sglang_tailreplay.replay.groups import EMBEDDING
 from sglang_tailreplay.replay.tail import Launch
 
 if TYPE_CHECKING:
+    from sglang_tailreplay.cuda_streams.gates import Gate
     from sglang_tailreplay.cuda_streams.lanes import Event, Lanes
     from sglang_tailreplay.cuda_streams.mover import Fetched, RowMover
     from sglang_tailreplay.metrics import Stopwatch
@@ -26,13 +27,25 @@ if TYPE_CHECKING:
 
 class Replayer:
     def __init__(
-        self, engine: ReplayEngine, embed: torch.nn.Module, mover: RowMover, lanes: Lanes, stopwatch: Stopwatch
+        self,
+        engine: ReplayEngine,
+        embed: torch.nn.Module,
+        mover: RowMover,
+        lanes: Lanes,
+        stopwatch: Stopwatch,
+        gates: Sequence[Gate] = (),
+        poison: bool = False,
     ):
+        """`gates`: one per group, opened when the group's states are there; none where nobody waits for them.
+        `poison`: what was read is overwritten with NaN, so that whoever reads it too early or too late is found out.
+        """
         self.engine = engine
         self.embed = embed
         self.mover = mover
         self.lanes = lanes
         self.stopwatch = stopwatch
+        self.gates = gates
+        self.poison = poison
         self._replayed: Event | None = None
         self.free: dict[int, Event] = {}  # address of an input buffer -> after its last replay
 
@@ -57,15 +70,16 @@ class Replayer:
         """Whether there are states that the current stream has not waited for."""
         return self._replayed is not None
 
-    def wait(self) -> None:
+    def wait(self, behind_gates: bool = False) -> None:
         """The current stream waits for the states, as late as it can.
 
         What SGLang prepares for the pass asks the device for lengths and would have the host wait for the replay, too.
+        `behind_gates`: what comes next on the stream waits at the gate of every group itself.
         """
-        if self._replayed is not None:
+        if self._replayed is not None and not (behind_gates and self.gates):
             with self.stopwatch.measure("wait"):
                 self.lanes.current_waits(self._replayed)
-            self._replayed = None
+        self._replayed = None
 
 
 class _Turn(NamedTuple):
@@ -89,6 +103,8 @@ class _Inputs:
         self._ids: dict[Launch, torch.Tensor] = {}
         self._fetched: dict[_Turn, Fetched] = {}
         self._in_use: torch.Tensor | None = None  # the input buffer that the last group was given
+        self._turn: _Turn | None = None  # the last group that was given its input
+        self._last_launch = launches[-1]
         self._fetch_next()
 
     def __call__(self, number: int, launch: Launch) -> torch.Tensor:
@@ -100,6 +116,7 @@ class _Inputs:
             self._fetch_next()
         fetched = self._fetched.pop(turn) if stored else None
         buffer = self._in_use = self._owner.engine.input_buffer(number, launch)
+        self._turn = turn
         if not self._fetched:
             self._fetch_next()
         if fetched is None:
@@ -111,8 +128,13 @@ class _Inputs:
         self._release()
 
     def _release(self) -> None:
-        """The replay lane is done with the input of the last group when it gets here."""
+        """The replay lane is done with the last group when it gets here."""
+        gates, turn = self._owner.gates, self._turn
+        if gates and turn is not None and turn.launch is self._last_launch:
+            gates[turn.number].open(self._owner.lanes.replay)
         if self._in_use is not None:
+            if self._owner.poison:
+                self._in_use.fill_(float("nan"))
             self._owner.free[self._in_use.data_ptr()] = self._owner.lanes.replay.record("input replayed")
             self._in_use = None
 

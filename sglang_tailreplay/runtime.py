@@ -9,6 +9,7 @@ Scheduler.__init__  ->  activate          settings, planner
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 from sglang_tailreplay import adapters, compat, self_check
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.errors import TailReplayError
@@ -40,6 +42,7 @@ MAX_LAUNCH_TOKENS = 4096
 # State slots when --max-running-requests does not say how many: this share of the memory for caches, within bounds.
 STATE_SHARE, LEAST_SLOTS, MOST_SLOTS = 0.1, 8, 256
 MOST_STATE_SHARE = 0.5  # whatever --max-running-requests says, about what SGLang's own default gives to states
+POISON = "SGLANG_TAILREPLAY_POISON"  # "1": see Replayer; for tests on a GPU
 IDLE_SECONDS = 0.5  # before the row accounting is checked
 
 
@@ -62,6 +65,7 @@ class Runtime:
         self._store: RowStore | None = None
         self._mover: RowMover | None = None
         self._lanes: Lanes | None = None
+        self._gates: tuple[Gate, ...] = ()
         self._replayer: Replayer | None = None
         self._metrics: Metrics | None = None
         self._stopwatch: Stopwatch | None = None
@@ -77,8 +81,8 @@ class Runtime:
         device = torch.device(model_runner.device)
         report = self._on_seconds if self.server_args.enable_metrics else None
         self._stopwatch = Stopwatch(report, device.type == "cuda")
-        self.prefill_graphs = self._make_prefill_graphs(device)
         if self.config.mode != "replay":
+            self.prefill_graphs = self._make_prefill_graphs(device)
             return
         shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
         kv_slots = model_runner.token_to_kv_pool_allocator.size
@@ -86,6 +90,8 @@ class Runtime:
         self._store = RowStore(shape, capacity, kv_slots)
         # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
         self._lanes = Lanes.create(device if self.config.overlap else "cpu")
+        self._gates = make_gates(len(model.groups), self._lanes, device)
+        self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
@@ -96,7 +102,14 @@ class Runtime:
         tokens = compat.largest_prefill_graph(self._model_runner)
         if device.type != "cuda" or not self.config.graphs or tokens == 0:
             return None
-        return PrefillGraphs(make_core(self._model_runner), self._model_runner.req_to_token_pool, tokens, device)
+        first_layers = [group.layers[0] for group in self._model.groups]
+        return PrefillGraphs(
+            make_core(self._model_runner),
+            self._model_runner.req_to_token_pool,
+            tokens,
+            device,
+            dict(zip(first_layers, self._gates, strict=False)),
+        )
 
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
@@ -107,7 +120,15 @@ class Runtime:
         cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0))
         self.planner.attach(cache)
         if self._store is not None:
-            self._replayer = Replayer(self._make_engine(), self._model.embed, self._mover, self._lanes, self._stopwatch)
+            self._replayer = Replayer(
+                self._make_engine(),
+                self._model.embed,
+                self._mover,
+                self._lanes,
+                self._stopwatch,
+                self._gates,
+                poison=os.environ.get(POISON) == "1",
+            )
         return cache
 
     def _make_engine(self) -> ReplayEngine:
@@ -156,10 +177,10 @@ class Runtime:
             self.capture.abandon()
         self.states_wanted()  # the slots may get other owners, behind the replay that still writes them
 
-    def states_wanted(self) -> None:
-        """The pass is about to read recurrent states on the current stream."""
+    def states_wanted(self, behind_gates: bool = False) -> None:
+        """The pass is about to read recurrent states on the current stream; see Replayer.wait."""
         if self._replayer is not None:
-            self._replayer.wait()
+            self._replayer.wait(behind_gates)
 
     def forward_ended(self, ran_graph: bool) -> None:
         if self.capture is not None:

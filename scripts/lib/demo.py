@@ -25,7 +25,7 @@ BUILD = CHECKOUT / "build" / "demo"
 sys.path[:0] = [str(CHECKOUT / "tests" / "serving"), str(CHECKOUT / "scripts" / "lib")]
 
 import server as serving  # noqa: E402
-from measure import table  # noqa: E402
+from tables import table  # noqa: E402
 
 NEW_TOKENS = 24
 FLAGS = ("--enable-metrics", "--enable-cache-report", "--max-mamba-cache-size", "64")

@@ -1,15 +1,15 @@
-"""The pure half of scripts/gpu_check: what is asked of which engine, what the answers mean, and how they are printed.
+"""What scripts/gpu_check asks of which engine.
 
-Standard library only, so that plans and arithmetic are tested without a GPU. engine_runner.py executes the plans."""
+Standard library only, so that plans are tested without a GPU. check_runner.py executes them; correctness.py and
+report.py say what the answers mean."""
 
 from __future__ import annotations
 
-import math
-import random
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+from prompts import Prompt, Segment, prompt_len, share
 
 SECTIONS = ("capacity", "correctness", "ttft", "throughput")
 ENGINES = ("stock", "tail_replay", "float16")  # float16: tail replay again, the reference of the correctness section
@@ -36,30 +36,6 @@ FLOAT16_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float16"}
 
 
 # ---------------------------------------------------------------------------------------------------- token plans
-
-
-class Segment(NamedTuple):
-    """`count` random tokens that depend on nothing but `seed`: equal segments are equal prefixes."""
-
-    seed: str
-    count: int
-
-
-Prompt = tuple[Segment, ...]
-
-
-def tokens(prompt: Prompt, vocab_size: int) -> list[int]:
-    """The low ids are left out: special and byte tokens live there."""
-    low = min(1000, vocab_size // 8)
-    ids: list[int] = []
-    for seed, count in prompt:
-        draw = random.Random(seed)
-        ids += [draw.randrange(low, vocab_size) for _ in range(count)]
-    return ids
-
-
-def prompt_len(prompt: Prompt) -> int:
-    return sum(segment.count for segment in prompt)
 
 
 class Request(NamedTuple):
@@ -111,10 +87,10 @@ class Sizes:
 def ttft_plan(sizes: Sizes, engine: str) -> list[Request]:
     """Round 0 warms up. A round sends, per length, one cold prompt of fresh tokens and then what it primed:
 
-        cold     prefix + suffix, nothing cached
-        repeat   the same prompt again
-        diverge  prefix + other suffix: the first request that leaves the cached path here
-        again    prefix + yet another suffix: stock SGLang may have stored a state at the branch by now
+    cold     prefix + suffix, nothing cached
+    repeat   the same prompt again
+    diverge  prefix + other suffix: the first request that leaves the cached path here
+    again    prefix + yet another suffix: stock SGLang may have stored a state at the branch by now
     """
     ratios = sizes.ratios if engine == "tail_replay" else (None,)
     plan = [*_short_cold(sizes)]
@@ -139,13 +115,8 @@ def _round(sizes: Sizes, length: int, number: int, ratios: Sequence[float | None
 
     requests = [ask("cold", 0, None, "cold"), ask("repeat", length + sizes.suffix - 1, None, "cold")]
     requests.append(ask("diverge", length, ratios[0], "diverge"))
-    repeats = range(_share(sizes.hits, sizes.cold, number) if timed else 1)
+    repeats = range(share(sizes.hits, sizes.cold, number) if timed else 1)
     return requests + [ask("again", length, ratio, f"again/{i}/{ratio}") for i in repeats for ratio in ratios]
-
-
-def _share(total: int, parts: int, number: int) -> int:
-    """Size of part `number` (from 1) when `total` is split into `parts`."""
-    return total // parts + (number <= total % parts)
 
 
 def throughput_plan(sizes: Sizes) -> list[Batch]:
@@ -230,278 +201,3 @@ def _request_text(length: int, kind: str, matched: int, ratio: float | None) -> 
 
 def _batch_text(batch: Batch) -> str:
     return f"{batch.kind}: {len(batch.prompts)} x {prompt_len(batch.prompts[0])} in, {batch.max_new_tokens} out"
-
-
-# ---------------------------------------------------------------------------------------------------- arithmetic
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "n": len(values),
-        "mean": statistics.fmean(values),
-        "p50": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-    }
-
-
-def plugin_int(meta_info: Mapping[str, Any], what: str) -> int | None:
-    """What the plugin tells about an answer: matched, replayed or generation. None where it tells nothing (a miss, or
-    stock SGLang)."""
-    return (meta_info.get("cached_tokens_details") or {}).get(f"tail_replay_{what}")
-
-
-def summarise_ttft(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per (prompt length, kind, ratio). `cached` and `replayed` list every distinct value that was seen."""
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
-    for sample in samples:
-        groups.setdefault((sample["prompt_tokens"], sample["kind"], sample["ratio"]), []).append(sample)
-    return [_ttft_row(key, group) for key, group in groups.items()]
-
-
-def _ttft_row(key: tuple, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    prompt_tokens, kind, ratio = key
-    return {
-        "prompt_tokens": prompt_tokens,
-        "kind": kind,
-        "ratio": ratio,
-        "matched": group[0]["matched"],
-        "cached": sorted({sample["cached"] for sample in group}),
-        "replayed": sorted({sample["replayed"] for sample in group if sample["replayed"] is not None}),
-        "ms": spread([sample["ms"] for sample in group]),
-    }
-
-
-def short_hits(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows in which an answer reused less than was there: with this project, any of them is a failure."""
-    return [row for row in rows if row["cached"][0] < row["matched"]]
-
-
-def summarise_throughput(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Tokens per second: prompt tokens for prefill, new tokens of the whole request time for decode."""
-    rates: dict[str, list[float]] = {}
-    for sample in samples:
-        counted = sample["prompt_tokens"] if sample["kind"] == "prefill" else sample["new_tokens"]
-        rates.setdefault(sample["kind"], []).append(counted / sample["seconds"])
-    return {kind: spread(values) for kind, values in rates.items()}
-
-
-class Difference(NamedTuple):
-    max_abs: float  # over the log-probabilities that both answers name
-    kl: float  # of the first from the second, over those tokens and one bucket for the rest
-    positions: int  # new tokens compared: up to and including the first one that differs
-    same_tokens: bool
-
-
-Position = Mapping[int, float]  # token -> log-probability
-
-
-def difference(
-    tokens_a: Sequence[int], tokens_b: Sequence[int], a: Sequence[Position], b: Sequence[Position]
-) -> Difference:
-    """Later positions depend on the earlier tokens, so they count only while the tokens agree."""
-    agree = next((i for i, (x, y) in enumerate(zip(tokens_a, tokens_b, strict=True)) if x != y), len(tokens_a))
-    positions = min(agree + 1, len(a))
-    pairs = [(a[i], b[i]) for i in range(positions)]
-    return Difference(
-        max_abs=max(_max_abs(p, q) for p, q in pairs),
-        kl=max(_kl(p, q) for p, q in pairs),
-        positions=positions,
-        same_tokens=agree == len(tokens_a),
-    )
-
-
-def _common(p: Position, q: Position) -> list[int]:
-    common = sorted(p.keys() & q.keys())
-    if not common:
-        raise ValueError("the two answers name no common token")
-    return common
-
-
-def _max_abs(p: Position, q: Position) -> float:
-    return max(abs(p[token] - q[token]) for token in _common(p, q))
-
-
-def _kl(p: Position, q: Position) -> float:
-    common = _common(p, q)
-    first, second = [math.exp(p[t]) for t in common], [math.exp(q[t]) for t in common]
-    first.append(max(1.0 - sum(first), 1e-12))
-    second.append(max(1.0 - sum(second), 1e-12))
-    return sum(x * math.log(x / y) for x, y in zip(first, second, strict=True) if x > 0)
-
-
-FLOOR = 1e-3  # bf16 log-probabilities near zero: below this a difference says nothing
-
-
-Cases = Sequence[Mapping[str, Any]]
-
-
-def judge(tail: Cases, stock: Cases, float16: Cases) -> list[dict[str, Any]]:
-    """Per case at r=1 the hit must reach its boundary with a tail that is all of it. Then, on the first new token:
-
-    float16      hit against cold prefill: within 5% of what another prefix changes
-    tail_replay  hit against the float16 cold prefill: at most twice the largest error of its own cold prefills, which
-                 is what rounding costs in this dtype; only where the prompt does not depend on earlier answers
-    stock        only shown
-
-    blind: a prompt with another prefix looks the same too, so agreement proves nothing."""
-    truth = {case["name"]: case["cold_first"] for case in float16 if case["how"] == "prefix"}
-    rows = [{**case, "engine": "stock", "error": None, "allowed": None, "verdict": "reference"} for case in stock]
-    for case in float16:
-        allowed = case["control_vs_cold"]["max_abs"] / 20
-        rows.append({**case, "engine": "float16", **_verdict(case, case["hit_vs_cold"]["max_abs"], allowed)})
-    rounding = [_max_abs(case["cold_first"], truth[case["name"]]) for case in tail if case["name"] in truth]
-    allowed = max(2 * max(rounding), FLOOR) if rounding else None
-    for case in tail:
-        known = case["name"] in truth
-        error = _max_abs(case["hit_first"], truth[case["name"]]) if known else None
-        rows.append({**case, "engine": "tail_replay", **_verdict(case, error, allowed if known else None)})
-    return rows
-
-
-def _verdict(case: Mapping[str, Any], error: float | None, allowed: float | None) -> dict[str, Any]:
-    control = case["control_vs_cold"]["max_abs"]
-    blind = allowed is not None and control <= 2 * allowed
-    if case["cached"] < case["matched"]:
-        verdict = "SHORT HIT"
-    elif case["ratio"] < 1:
-        verdict = "measured"
-    elif case["replayed"] is None or case["replayed"] < case["cached"]:
-        verdict = "SHORT TAIL"
-    elif allowed is None:
-        verdict = "measured"
-    elif error > allowed:
-        verdict = "WRONG"
-    else:
-        verdict = "blind" if blind else "ok"
-    return {"error": error, "allowed": allowed, "verdict": verdict}
-
-
-FAILING = ("SHORT HIT", "SHORT TAIL", "WRONG")
-
-
-# -------------------------------------------------------------------------------------------------------- report
-
-
-def section_result(engines: Mapping[str, Any], engine: str, section: str) -> Any:
-    """None where it was not run or failed."""
-    return engines.get(engine, {}).get("sections", {}).get(section, {}).get("result")
-
-
-def assemble(
-    header: Mapping[str, Any], engines: Mapping[str, Any], unit: Mapping[str, Any] | None, wall_seconds: float
-) -> dict[str, Any]:
-    """The JSON document. `problems` is empty exactly when the run may be quoted."""
-    cases = judge(*(section_result(engines, name, "correctness") or [] for name in ("tail_replay", "stock", "float16")))
-    # The log-probabilities have served their purpose; the differences stay.
-    engines, cases = _without(engines, "hit_first", "cold_first"), _without(cases, "hit_first", "cold_first")
-    report = {"schema": 1, **header, "unit": unit, "engines": engines, "correctness": cases}
-    report["problems"] = list(problems(report))
-    report["wall_seconds"] = round(wall_seconds, 1)
-    return report
-
-
-def _without(data: Any, *keys: str) -> Any:
-    """A copy of nested dicts and lists that lacks the keys."""
-    if isinstance(data, Mapping):
-        return {key: _without(value, *keys) for key, value in data.items() if key not in keys}
-    return [_without(value, *keys) for value in data] if isinstance(data, list) else data
-
-
-def problems(report: Mapping[str, Any]) -> Iterable[str]:
-    if report["unit"] and report["unit"]["returncode"] != 0:
-        yield f"unit: pytest ended with {report['unit']['returncode']}"
-    for name, engine in report["engines"].items():
-        if engine.get("error"):
-            yield f"{name}: {engine['error']}"
-        for section, outcome in engine.get("sections", {}).items():
-            if not outcome["ok"]:
-                yield f"{name} {section}: {outcome['error'].strip().splitlines()[-1]}"
-    for case in report["correctness"]:
-        if case["verdict"] in FAILING:
-            yield f"correctness {case['name']}: {case['verdict']}"
-    for row in short_hits(section_result(report["engines"], "tail_replay", "ttft") or []):
-        yield f"ttft {row['kind']} of {row['prompt_tokens']}: cached {row['cached'][0]} of {row['matched']}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Left-aligned text, right-aligned numbers, two spaces between columns."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    numeric = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        parts = [text.rjust(w) if right else text.ljust(w) for text, w, right in zip(row, widths, numeric, strict=True)]
-        return "  ".join(parts).rstrip()
-
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, cells)])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1 else f"{value:,.1f}"
-    if isinstance(value, list):
-        return ",".join(map(_cell, value)) or "-"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _is_number(text: str) -> bool:
-    return text == "-" or text.replace(",", "").replace(".", "", 1).replace("e-", "", 1).lstrip("-").isdigit()
-
-
-def print_report(report: Mapping[str, Any]) -> str:
-    engines = report["engines"]
-    parts = [_ttft_table(engines), _throughput_table(engines), _capacity_table(engines)]
-    parts.append(_correctness_table(report["correctness"]))
-    text = "\n\n".join(part for part in parts if part)
-    return "\n".join([text, *(f"PROBLEM {problem}" for problem in report["problems"])])
-
-
-def _ttft_table(engines: Mapping[str, Any]) -> str:
-    header = ("prompt", "request", "engine", "r", "cached", "replayed", "p50 ms", "min", "max", "n")
-    rows = [
-        (row["prompt_tokens"], row["kind"], name, row["ratio"], row["cached"], row["replayed"])
-        + tuple(row["ms"][key] for key in ("p50", "min", "max", "n"))
-        for name in engines
-        for row in section_result(engines, name, "ttft") or []
-    ]
-    order = {kind: i for i, kind in enumerate(("cold", "repeat", "diverge", "again"))}
-    rows.sort(key=lambda row: (row[0], order[row[1]], row[2] != "stock"))
-    return table(header, rows) if rows else ""
-
-
-def _throughput_table(engines: Mapping[str, Any]) -> str:
-    results = {name: section_result(engines, name, "throughput") for name in engines}
-    rows = [
-        (kind, name, rate["p50"], rate["min"], rate["max"], _against(results.get("stock"), kind, rate))
-        for name, result in results.items()
-        for kind, rate in (result or {}).items()
-    ]
-    return table(("no shared prefix", "engine", "tok/s p50", "min", "max", "of stock"), sorted(rows)) if rows else ""
-
-
-def _against(stock: Mapping[str, Any] | None, kind: str, rate: Mapping[str, float]) -> str | None:
-    return f"{rate['p50'] / stock[kind]['p50']:.1%}" if stock and kind in stock else None
-
-
-def _capacity_table(engines: Mapping[str, Any]) -> str:
-    rows = []
-    for name in engines:
-        result = section_result(engines, name, "capacity")
-        if result:
-            rows.append((name, result["max_total_num_tokens"], result["gpu_used_mib"], result["host_used_gib"]))
-    return table(("engine", "KV slots", "GPU MiB", "host GiB"), rows) if rows else ""
-
-
-def _correctness_table(cases: Sequence[Mapping[str, Any]]) -> str:
-    header = ("engine", "case", "boundary", "cached", "replayed", "hit - cold", "KL")
-    header += ("error", "allowed", "other prefix", "")
-    rows = [
-        tuple(case[key] for key in ("engine", "name", "matched", "cached", "replayed"))
-        + (case["hit_vs_cold"]["max_abs"], case["hit_vs_cold"]["kl"], case["error"], case["allowed"])
-        + (case["control_vs_cold"]["max_abs"], case["verdict"])
-        for case in cases
-    ]
-    return table(header, rows) if rows else ""

@@ -1,6 +1,7 @@
-"""Time to first token against matched length, stock SGLang and tail replay, from one document of gpu_check.
+"""Time to first token against matched length, stock SGLang and tail replay, from documents of gpu_check or bench_ttft.
 
-Writes ttft-SHAPE.svg and .png beside the document. All kinds of requests are drawn, those where stock wins included.
+Writes ttft-SHAPE.svg and .png (of bench_ttft: table2-SHAPE) beside the document. All kinds of requests are drawn, those
+where stock wins included.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import paper
+from bench_print import column
 
 # kind of request, engine, ratio -> label and line style
 LINES = {
@@ -33,33 +37,78 @@ def series(report: dict[str, Any]) -> dict[tuple, list[tuple[int, float, float, 
     return {key: sorted(points) for key, points in lines.items() if points}
 
 
+Point = tuple[int, float, float, float]  # tokens; typical, least and largest ms
+
+STOCK_KINDS = {
+    "cold": ("full prefill, stock", "k-"),
+    "diverge": ("prompt that leaves a cached one, stock", "C3--"),
+    "aligned": ("the same at the end of a chunk, stock", "C3:"),
+}
+COLOURS = {("device", True): "C0", ("device", False): "C9", ("host", True): "C2", ("host", False): "C8"}
+VARIANT_STYLES = {paper.SKIP: "-", paper.OVERLAP: "--", paper.SERIAL: ":"}
+
+
+def check_lines(report: dict[str, Any]) -> list[tuple[str, str, list[Point]]]:
+    """Label, style and points of every line, from a document of gpu_check."""
+    return [(*LINES[key], points) for key, points in series(report).items()]
+
+
+def bench_lines(report: dict[str, Any]) -> list[tuple[str, str, list[Point]]]:
+    """The same from a document of bench_ttft: means, against the length of the matched prefix."""
+    grouped: dict[tuple[str, str], list[Point]] = {}
+    for engine, outcome in report["engines"].items():
+        for row in (outcome["sections"].get("hits") or {}).get("result") or []:
+            line = STOCK_KINDS.get(row["kind"]) if engine == "stock" else None
+            if row["kind"] == "cold" and engine != "stock":
+                line = (f"full prefill, {engine}", "C7-")
+            if line and row["ms"]:
+                grouped.setdefault(line, []).append(_point(row))
+    for cell in report["cells"]:
+        first_ratio = cell["ratio"] == report["sizes"]["ratios"][0]
+        colour = COLOURS[cell["source"], first_ratio]
+        line = (column(cell), colour + VARIANT_STYLES[cell["variant"]])
+        grouped.setdefault(line, []).append(_point(cell))
+    return [(label, style, sorted(points)) for (label, style), points in grouped.items()]
+
+
+def _point(row: dict[str, Any]) -> Point:
+    return (row["length"], row["ms"]["mean"], row["ms"]["min"], row["ms"]["max"])
+
+
 def draw(report: dict[str, Any], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
-    for key, points in series(report).items():
-        label, style = LINES[key]
-        tokens, median, low, high = zip(*points, strict=True)
-        (line,) = axes.plot(tokens, median, style, marker="o", markersize=3, label=label)
+    bench = is_bench(report)
+    figure, axes = pyplot.subplots(figsize=(9, 5.5) if bench else (7.5, 4.5))
+    for label, style, points in bench_lines(report) if bench else check_lines(report):
+        tokens, typical, low, high = zip(*points, strict=True)
+        (line,) = axes.plot(tokens, typical, style, marker="o", markersize=3, label=label)
         axes.fill_between(tokens, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-    axes.set(xlabel="prompt tokens (64 of them new)", ylabel="time to first token, ms", yscale="log")
+    what = "matched tokens" if bench else "prompt tokens"
+    new = "of them" if not bench else "more are"
+    axes.set(xlabel=f"{what} ({report['sizes']['suffix']} {new} new)", ylabel="time to first token, ms", yscale="log")
     machine = report["machine"]
-    axes.set_title(f"{report['shape']}, random weights, {machine['gpus'][0].split(',')[0]}, SGLang {machine['sglang']}")
+    gpu = machine["gpus"][0].split(",")[0] if machine["gpus"] else machine["cpu"]
+    axes.set_title(f"{Path(report['shape']).name}, random weights, {gpu}, SGLang {machine['sglang']}")
     axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7 if bench else 8)
     figure.tight_layout()
     for suffix in (".svg", ".png"):
         figure.savefig(out.with_suffix(suffix), dpi=150)
     pyplot.close(figure)
 
 
+def is_bench(report: dict[str, Any]) -> bool:
+    return report.get("tool") == "bench_ttft"
+
+
 def main(paths: list[str]) -> None:
     for path in map(Path, paths):
         report = json.loads(path.read_text())
-        out = path.with_name(f"ttft-{report['shape']}.svg")
+        out = path.with_name(f"{'table2' if is_bench(report) else 'ttft'}-{Path(report['shape']).name}.svg")
         draw(report, out)
         print(f"{out} and .png")
 

@@ -1,8 +1,11 @@
 """Kernels, lanes and pinned memory on a GPU. Needs torch, triton and pytest only."""
 
+import time
+
 import pytest
 import torch
 
+from sglang_tailreplay.cuda_streams.gates import make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.cuda_streams.pinned import pinned_empty
@@ -153,3 +156,51 @@ def speed(move, size, rounds=10):
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return size / GIGA / sorted(times[2:])[rounds // 2]
+
+
+class TestGates:
+    """What a prefill graph relies on: it waits for the last opening before its launch, and for no later one."""
+
+    def captured(self, gate, value):
+        """A graph that waits at the gate and then copies `value` to `seen`."""
+        seen, stream = torch.zeros_like(value), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            gate.wait()
+            seen.copy_(value)
+            graph.capture_end()
+        return graph, seen
+
+    def test_a_launch_waits_for_the_opening_before_it(self):
+        lanes = Lanes.create("cuda")
+        (gate,) = make_gates(1, lanes, torch.device("cuda"))
+        value = torch.zeros(8, device="cuda")
+        graph, seen = self.captured(gate, value)
+        for number in range(1, 4):
+            with lanes.replay.after():
+                torch.cuda._sleep(50_000_000)  # some 30 ms
+                value.fill_(number)
+            gate.open(lanes.replay)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert (seen == number).all(), "the graph ran past the closed gate"
+
+    def test_an_opening_after_the_launch_is_not_waited_for(self):
+        """It may itself wait for the graph: the next replay is asked for while a pass is still running."""
+        lanes = Lanes.create("cuda")
+        (gate,) = make_gates(1, lanes, torch.device("cuda"))
+        value = torch.ones(8, device="cuda")
+        graph, seen = self.captured(gate, value)
+        torch.cuda._sleep(50_000_000)  # keeps the graph waiting on its own stream
+        graph.replay()
+        launched = lanes.mark_current("graph launched")
+        with lanes.replay.after(launched):
+            value.fill_(2)
+        gate.open(lanes.replay)
+        deadline = time.monotonic() + 10
+        done = lanes.replay.record("value changed")
+        while not done.query():
+            assert time.monotonic() < deadline, "the graph waits for what waits for the graph"
+        assert (seen == 1).all()

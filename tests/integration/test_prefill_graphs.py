@@ -30,14 +30,18 @@ class Core:
         return torch.zeros(len(qkv), 4, 8)
 
 
+class Layer:
+    layer_id = 4
+
+
 def attend(graphs, tokens):
-    o = graphs.attend(None, torch.zeros(tokens, 32), torch.zeros(tokens, 4), torch.zeros(tokens, 4))
+    o = graphs.attend(Layer(), torch.zeros(tokens, 32), torch.zeros(tokens, 4), torch.zeros(tokens, 4))
     assert o.shape == (1, tokens, 4, 8)
 
 
 def test_a_pass_in_a_larger_graph():
     core = Core()
-    graphs = PrefillGraphs(core, Pool(), 256, torch.device("cpu"))
+    graphs = PrefillGraphs(core, Pool(), 256, torch.device("cpu"), {})
     graphs.load(Batch([70, 1, 5], [0, 9, 300], [4, 0, 7]))
     attend(graphs, 96)
     segments = core.segments
@@ -49,7 +53,7 @@ def test_a_pass_in_a_larger_graph():
 
 def test_while_a_graph_is_captured_no_state_is_written():
     core = Core()
-    graphs = PrefillGraphs(core, Pool(), 256, torch.device("cpu"))
+    graphs = PrefillGraphs(core, Pool(), 256, torch.device("cpu"), {})
     graphs.load(Batch([70, 1, 5], [0, 9, 300], [4, 0, 7]))
     graphs.load_for_capture(128)
     attend(graphs, 128)
@@ -57,7 +61,7 @@ def test_while_a_graph_is_captured_no_state_is_written():
 
 
 def test_the_largest_pass_fits_whatever_its_requests():
-    graphs = PrefillGraphs(Core(), Pool(), 64, torch.device("cpu"))
+    graphs = PrefillGraphs(Core(), Pool(), 64, torch.device("cpu"), {})
     requests = list(range(MAX_REQUESTS))
     batch = Batch([2] * MAX_REQUESTS, [0] * MAX_REQUESTS, requests)
     assert graphs.fits(batch)
@@ -69,3 +73,28 @@ def test_the_largest_pass_fits_whatever_its_requests():
 def test_the_requests_of_a_batch_are_pieces():
     launch = launch_of([3, 4], [0, 1])
     assert [(piece.hit, piece.length, piece.continues) for piece in launch.pieces] == [(0, 3, False), (1, 4, True)]
+
+
+class Gate:
+    def __init__(self, order):
+        self.order = order
+
+    def wait(self):
+        self.order.append("gate")
+
+
+def test_the_first_layer_of_a_group_waits_at_its_gate():
+    order = []
+
+    class Noting(Core):
+        def attend(self, layer, *args):
+            order.append(layer.layer_id)
+            return super().attend(layer, *args)
+
+    graphs = PrefillGraphs(Noting(), Pool(), 64, torch.device("cpu"), {4: Gate(order)})
+    graphs.load_for_capture(64)
+    attend(graphs, 64)
+    Layer.layer_id = 5
+    attend(graphs, 64)
+    Layer.layer_id = 4
+    assert order == ["gate", 4, 5]

@@ -237,6 +237,37 @@ def test_rows_of_the_pass_before_are_there():
     assert (serving.inputs[group.layers[0]][0] == 7).all()
 
 
+class NotedGate:
+    def __init__(self, number, serving):
+        self.number, self.serving = number, serving
+
+    def open(self, lane):
+        assert lane is self.serving.lanes.replay
+        self.serving.order.append(("open", self.number, 0))
+
+
+def test_a_gate_opens_behind_the_last_replay_of_its_group():
+    serving = Serving(max_tokens=8)
+    serving.replayer.gates = [NotedGate(i, serving) for i in range(len(serving.groups))]
+    serving.run(20, 1, 9)
+    assert serving.replayer.gates
+    for number, group in enumerate(serving.groups):
+        opened = [at for at, entry in enumerate(serving.order) if entry == ("open", number, 0)]
+        replays = [at for at, entry in enumerate(serving.order) if entry[0] == "replay" and entry[1] in group.layers]
+        assert len(opened) == 1 and opened[0] > max(replays)
+        later = [at for at, entry in enumerate(serving.order) if entry[0] == "replay" and at > opened[0]]
+        assert all(serving.order[at][1] > max(group.layers) for at in later), "opened as soon as the states are there"
+
+
+def test_who_waits_at_the_gates_does_not_wait_for_all_of_them():
+    serving = Serving()
+    serving.replayer.gates = [NotedGate(i, serving) for i in range(len(serving.groups))]
+    waits = len([entry for entry in serving.lanes.log if entry.lane == "forward" and entry.op == "wait"])
+    serving.replayer.wait = lambda wait=serving.replayer.wait: wait(behind_gates=True)
+    serving.run(5)
+    assert waits == len([entry for entry in serving.lanes.log if entry.lane == "forward" and entry.op == "wait"])
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
 @pytest.mark.parametrize("kinds", LAYOUTS)
 def test_batches_follow_each_other(kinds, graphs):
@@ -267,3 +298,12 @@ def test_without_overlap_the_same_rows_arrive():
     assert inline.order == overlapped.order
     for layer, found in overlapped.inputs.items():
         assert all(torch.equal(a, b) for a, b in zip(found, inline.inputs[layer], strict=True))
+
+
+def test_poison_reaches_nothing_that_is_replayed():
+    serving = Serving(graphs=True)
+    serving.replayer.poison = True
+    for _ in range(2):
+        serving.run(5, 3)
+    assert all(torch.isfinite(h).all() for found in serving.inputs.values() for h in found)
+    assert serving.engine.input_buffer(0, pack((5, 3), 100)[0]).isnan().all()

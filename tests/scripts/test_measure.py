@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import correctness
+import gpu_check
+import measure
+import prompts
 import pytest
+import report
+import tables
+from measure import EnginePlan, Sizes
+from prompts import Segment
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS / "lib"))
-
-import gpu_check  # noqa: E402
-import measure  # noqa: E402
-from measure import EnginePlan, Segment, Sizes  # noqa: E402
 
 SMALL = Sizes(lengths=(300, 600), hits=5, cold=2, throughput_reps=1, boundaries=(1, 100))
 
@@ -24,7 +27,7 @@ def shared_prefix(a, b):
 
 def test_tokens_depend_on_the_seed_only():
     prefix = Segment("p", 50)
-    first, second = (measure.tokens((prefix, Segment(name, 8)), 50_000) for name in "ab")
+    first, second = (prompts.tokens((prefix, Segment(name, 8)), 50_000) for name in "ab")
     assert len(first) == 58 and shared_prefix(first, second) == 50
     assert min(first) >= 1000 and max(first) < 50_000
 
@@ -32,7 +35,7 @@ def test_tokens_depend_on_the_seed_only():
 def test_ttft_hits_match_what_an_earlier_request_computed():
     seen = []
     for request in measure.ttft_plan(SMALL, "tail_replay"):
-        ids = measure.tokens(request.prompt, 200_000)
+        ids = prompts.tokens(request.prompt, 200_000)
         longest = max((shared_prefix(ids, other) for other in seen), default=0)
         assert request.matched == min(longest, len(ids) - 1), request
         seen.append(ids)
@@ -42,15 +45,15 @@ def test_ttft_hits_match_what_an_earlier_request_computed():
 def test_ttft_plan_times_what_was_asked_for(engine, ratios):
     timed = [request for request in measure.ttft_plan(SMALL, engine) if request.timed]
     for length in SMALL.lengths:
-        of_length = [r for r in timed if measure.prompt_len(r.prompt) == length + SMALL.suffix]
+        of_length = [r for r in timed if prompts.prompt_len(r.prompt) == length + SMALL.suffix]
         assert sum(r.kind == "cold" for r in of_length) == SMALL.cold
         for ratio in ratios:
             assert sum(r.kind == "again" and r.ratio == ratio for r in of_length) == SMALL.hits
 
 
 def test_throughput_prompts_share_nothing():
-    prompts = [measure.tokens(p, 200_000) for batch in measure.throughput_plan(SMALL) for p in batch.prompts]
-    assert len({tuple(ids[:4]) for ids in prompts}) == len(prompts)
+    sent = [prompts.tokens(p, 200_000) for batch in measure.throughput_plan(SMALL) for p in batch.prompts]
+    assert len({tuple(ids[:4]) for ids in sent}) == len(sent)
 
 
 def test_correctness_plan_has_the_chunk_ends_and_judges_only_ratio_one():
@@ -72,7 +75,7 @@ def test_engine_plan_survives_json():
 
 
 def test_spread():
-    assert measure.spread([1.0, 2.0, 6.0]) == {"n": 3, "mean": 3.0, "p50": 2.0, "min": 1.0, "max": 6.0}
+    assert report.spread([1.0, 2.0, 6.0]) == {"n": 3, "mean": 3.0, "p50": 2.0, "min": 1.0, "max": 6.0}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_spread():
     ],
 )
 def test_plugin_int(meta_info, expected):
-    assert measure.plugin_int(meta_info, "replayed") == expected
+    assert report.plugin_int(meta_info, "replayed") == expected
 
 
 def sample(**changes):
@@ -96,35 +99,35 @@ def sample(**changes):
 def test_ttft_summary_keeps_every_cached_count_it_saw():
     samples = [sample(cached=300, replayed=64, ms=4.0), sample(cached=256, replayed=64)]
     samples.append(sample(cached=300, replayed=None))
-    (row,) = measure.summarise_ttft(samples)
+    (row,) = report.summarise_ttft(samples)
     assert (row["cached"], row["replayed"], row["ms"]["n"], row["ms"]["min"]) == ([256, 300], [64], 3, 4.0)
-    assert measure.short_hits([row]) == [row]
+    assert report.short_hits([row]) == [row]
 
 
 def test_throughput_counts_prompt_tokens_or_new_tokens():
     common = {"prompt_tokens": 400, "new_tokens": 40, "seconds": 2.0}
-    rates = measure.summarise_throughput([{"kind": "prefill", **common}, {"kind": "decode", **common}])
+    rates = report.summarise_throughput([{"kind": "prefill", **common}, {"kind": "decode", **common}])
     assert (rates["prefill"]["p50"], rates["decode"]["p50"]) == (200.0, 20.0)
 
 
 def test_difference_stops_after_the_first_other_token():
     near, far = {1: math.log(0.5), 2: math.log(0.3)}, {1: math.log(0.1), 2: math.log(0.7)}
-    same = measure.difference([1, 1], [1, 1], [near, near], [near, near])
-    assert same == measure.Difference(max_abs=0.0, kl=0.0, positions=2, same_tokens=True)
-    split = measure.difference([1, 1, 1], [1, 2, 2], [near, near, near], [near, near, far])
+    same = correctness.difference([1, 1], [1, 1], [near, near], [near, near])
+    assert same == correctness.Difference(max_abs=0.0, kl=0.0, positions=2, same_tokens=True)
+    split = correctness.difference([1, 1, 1], [1, 2, 2], [near, near, near], [near, near, far])
     assert (split.positions, split.max_abs, split.same_tokens) == (2, 0.0, False)
-    assert measure.difference([1], [2], [near], [far]).max_abs == pytest.approx(math.log(5))
+    assert correctness.difference([1], [2], [near], [far]).max_abs == pytest.approx(math.log(5))
 
 
 def test_kl_counts_the_tokens_that_are_not_listed():
     a, b = {1: math.log(0.5)}, {1: math.log(0.25)}
     expected = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
-    assert measure.difference([1], [1], [a], [b]).kl == pytest.approx(expected)
+    assert correctness.difference([1], [1], [a], [b]).kl == pytest.approx(expected)
 
 
 def test_answers_without_a_common_token_cannot_be_compared():
     with pytest.raises(ValueError, match="no common token"):
-        measure.difference([1], [2], [{1: -1.0}], [{2: -1.0}])
+        correctness.difference([1], [2], [{1: -1.0}], [{2: -1.0}])
 
 
 def case(**changes):
@@ -151,16 +154,16 @@ def case(**changes):
 def test_judge_allows_twice_the_rounding_of_a_cold_prefill(changes, verdict):
     tail = [case(name="other", cold=0.1), case(cold=-0.05, **changes)]
     float16 = [case(name="other"), case(), case(name="generated", how="generated", hit=0.01, cold=0.0)]
-    assert measure.judge(tail, [], float16)[-1]["verdict"] == verdict
+    assert correctness.judge(tail, [], float16)[-1]["verdict"] == verdict
 
 
 @pytest.mark.parametrize(("hit", "verdict"), [(0.2, "ok"), (0.3, "WRONG")])
 def test_judge_allows_a_twentieth_of_another_prefix_in_float16(hit, verdict):
-    assert measure.judge([], [], [case(hit=hit, control=5.0)])[-1]["verdict"] == verdict
+    assert correctness.judge([], [], [case(hit=hit, control=5.0)])[-1]["verdict"] == verdict
 
 
 def test_judge_without_a_reference_gives_no_verdict():
-    assert measure.judge([case()], [case()], [])[-1]["verdict"] == "measured"
+    assert correctness.judge([case()], [case()], [])[-1]["verdict"] == "measured"
 
 
 def engine(sections, error=None):
@@ -176,20 +179,20 @@ def test_report_names_every_problem_and_prints_what_there_is():
     engines = {
         "stock": engine({"correctness": outcome([case()]), "ttft": outcome(None, False, "Traceback\nValueError: no")}),
         "tail_replay": engine(
-            {"correctness": outcome([case(hit=1.0)]), "ttft": outcome(measure.summarise_ttft(samples))}, "killed"
+            {"correctness": outcome([case(hit=1.0)]), "ttft": outcome(report.summarise_ttft(samples))}, "killed"
         ),
         "float16": engine({"correctness": outcome([case()])}),
     }
-    report = measure.assemble({"commit": "abc"}, engines, {"returncode": 1}, 12.3)
-    assert report["problems"] == [
+    document = report.assemble({"commit": "abc"}, engines, {"returncode": 1}, 12.3)
+    assert document["problems"] == [
         "unit: pytest ended with 1",
         "stock ttft: ValueError: no",
         "tail_replay: killed",
         "correctness m=300: WRONG",
         "ttft again of 364: cached 299 of 300",
     ]
-    assert json.loads(json.dumps(report))["commit"] == "abc"
-    text = measure.print_report(report)
+    assert json.loads(json.dumps(document))["commit"] == "abc"
+    text = report.print_report(document)
     assert "PROBLEM tail_replay: killed" in text and "WRONG" in text
 
 
@@ -199,11 +202,11 @@ def test_throughput_is_printed_beside_stock():
         "stock": engine({"throughput": outcome({"prefill": rate})}),
         "tail_replay": engine({"throughput": outcome({"prefill": rate | {"p50": 99.0}})}),
     }
-    assert "99.0%" in measure.print_report(measure.assemble({}, engines, None, 1.0))
+    assert "99.0%" in report.print_report(report.assemble({}, engines, None, 1.0))
 
 
 def test_table_aligns_numbers_right():
-    assert measure.table(("name", "n"), [("a", 5), ("long", 12345)]).splitlines() == [
+    assert tables.table(("name", "n"), [("a", 5), ("long", 12345)]).splitlines() == [
         "name       n",
         "----  ------",
         "a          5",

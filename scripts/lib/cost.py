@@ -1,0 +1,123 @@
+"""The least that a hit has to compute and to move, from a model's config.json: what a measured time is held against.
+
+Counted are the floating-point operations of matrix products, convolutions and the gated delta rule in its recurrent
+form (chunked kernels compute more), and the bytes of rows and KV. Norms, activations and launches count nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_tailreplay.replay.groups import EMBEDDING, FULL_ATTENTION, Group, find_groups
+
+BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a dense hybrid model, in the words of Hugging Face's configs."""
+
+    hidden: int
+    ffn: int
+    attention_layers: int
+    kv_heads: int
+    head_dim: int
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    conv_width: int
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Shape:
+        """ValueError for a model that is no dense hybrid."""
+        if "intermediate_size" not in config or config.get("num_experts"):
+            raise ValueError("costs are known for dense hybrid models only: no intermediate_size, or experts")
+        kinds = config["layer_types"]
+        return cls(
+            hidden=config["hidden_size"],
+            ffn=config["intermediate_size"],
+            attention_layers=sum(kind == FULL_ATTENTION for kind in kinds),
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            key_heads=config["linear_num_key_heads"],
+            key_dim=config["linear_key_head_dim"],
+            value_heads=config["linear_num_value_heads"],
+            value_dim=config["linear_value_head_dim"],
+            conv_width=config["linear_conv_kernel_dim"],
+            groups=find_groups(kinds),
+        )
+
+    # ------------------------------------------------------------------------------------ operations per token
+
+    @property
+    def _keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def _values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def state_flops(self) -> int:
+        """What changes a GDN layer's state: k, v, decay and beta, convolution, rank-1 update. No q, gate, output."""
+        projected = 2 * self.hidden * (self._keys + self._values + 2 * self.value_heads)
+        convolved = 2 * self.conv_width * (self._keys + self._values)
+        return projected + convolved + 5 * self._values * self.key_dim
+
+    def layer_flops(self) -> int:
+        """A whole GDN layer: the state, q and its convolution, gate, read-out, output projection, FFN."""
+        query = 2 * self.hidden * self._keys + 2 * self.conv_width * self._keys
+        gate_and_output = 2 * 2 * self.hidden * self._values
+        read_out = 2 * self._values * self.key_dim
+        return self.state_flops() + query + gate_and_output + read_out + 6 * self.hidden * self.ffn
+
+    # -------------------------------------------------------------------------------------------------- a hit
+
+    def replay_flops(self, tail: int, skip: bool = True) -> int:
+        """Replaying `tail` tokens. With `skip` a group's last layer computes its state only."""
+        layers = sum(len(group.layers) for group in self.groups)
+        states_only = len(self.groups) if skip else 0
+        return tail * ((layers - states_only) * self.layer_flops() + states_only * self.state_flops())
+
+    def row_bytes(self, tail: int) -> int:
+        """Rows of the tail, from the host. Group 0 takes the token embedding and has none."""
+        return tail * sum(group.row != EMBEDDING for group in self.groups) * self.hidden * BYTES
+
+    def kv_bytes(self, matched: int) -> int:
+        return matched * self.attention_layers * 2 * self.kv_heads * self.head_dim * BYTES
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the machine was measured, or said, to reach."""
+
+    tflops: float  # bf16 matrix product, TFLOP/s
+    link_gbs: float  # pinned host memory to GPU, GB/s
+    origin: str  # measured, given
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Milliseconds that no engine can beat: replay and copies run beside each other, the suffix after them."""
+
+    replay_ms: float
+    copy_ms: float
+    suffix_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.replay_ms, self.copy_ms) + self.suffix_ms
+
+
+def bound(
+    shape: Shape, speeds: Speeds, *, matched: int, tail: int, skip: bool, from_host: bool, suffix_ms: float
+) -> Bound:
+    """`from_host`: the KV of the matched tokens is moved too. `suffix_ms`: what the new tokens take, measured."""
+    moved = shape.row_bytes(tail) + (shape.kv_bytes(matched) if from_host else 0)
+    return Bound(
+        replay_ms=shape.replay_flops(tail, skip) / speeds.tflops / 1e9,
+        copy_ms=moved / speeds.link_gbs / 1e6,
+        suffix_ms=suffix_ms,
+    )

@@ -1,0 +1,42 @@
+"""What this GPU reaches: prints {"tflops", "link_gbs"} as JSON. A process of its own, so that its memory is free again.
+
+python speed.py
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZE = 8192  # of the square bf16 matrices
+COPY_BYTES = 2**30
+
+
+def best_seconds(run: Callable[[], object], times: int = 10) -> float:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def main() -> None:
+    a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    tflops = 2 * SIZE**3 / best_seconds(lambda: torch.matmul(a, b, out=out)) / 1e12
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    link = COPY_BYTES / best_seconds(lambda: device.copy_(host, non_blocking=True)) / 1e9
+    print(json.dumps({"tflops": round(tflops, 1), "link_gbs": round(link, 2)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Operations and bytes of a hit, against numbers worked out by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cost import Shape, Speeds, bound
+
+SHAPES = Path(__file__).resolve().parents[2] / "scripts" / "shapes"
+# Two groups: layers 0 and 1 before the first attention layer, 3 after it; the last attention layer has none.
+TINY = {
+    "hidden_size": 10,
+    "intermediate_size": 20,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 2,
+    "linear_num_value_heads": 3,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
+}
+
+
+def test_operations_of_a_layer_by_hand():
+    shape = Shape.from_config(TINY)
+    # k: 10 x 2, v: 10 x 12, beta and decay: 10 x 6; convolution of 14 channels; state: 24 numbers, 5 operations each
+    state = 2 * 10 * (2 + 12 + 6) + 2 * 4 * 14 + 5 * 24
+    assert shape.state_flops() == state == 632
+    # q: 10 x 2 and its 2 channels; gate and output: 10 x 12 each; read-out of the state; FFN: three matrices of 10 x 20
+    assert shape.layer_flops() == state + 2 * 10 * 2 + 2 * 4 * 2 + 2 * 2 * 10 * 12 + 2 * 24 + 3 * 2 * 10 * 20 == 2416
+
+
+def test_a_groups_last_layer_is_its_state_only_when_skipped():
+    shape = Shape.from_config(TINY)
+    assert shape.replay_flops(1, skip=True) == 2416 + 632 + 632
+    assert shape.replay_flops(7, skip=False) == 7 * 3 * 2416
+
+
+def test_bytes_by_hand():
+    shape = Shape.from_config(TINY)
+    assert shape.row_bytes(3) == 3 * 1 * 10 * 2  # group 0 has no rows
+    assert shape.kv_bytes(7) == 7 * 2 * 2 * 1 * 5 * 2  # head_dim: 10 / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "row", "kv"),
+    [
+        # Per group two whole layers of 229,507,072 and one state of 34,455,552, eight times
+        ("qwen3.5-4b", 8 * (2 * 229_507_072 + 34_455_552), 35_840, 32_768),
+        # Whole layer: q, k, v 104,857,600; beta and decay 983,040; gate and output 125,829,120; FFN 534,773,760;
+        # convolution 81,920; state 3,932,160; read-out 1,572,864
+        ("qwen3.6-27b", 16 * (2 * 772_030_464 + 88_866_816), 153_600, 65_536),
+    ],
+)
+def test_costs_of_a_token_of_the_shapes(name, flops, row, kv):
+    shape = Shape.from_config(json.loads((SHAPES / name / "config.json").read_text()))
+    assert (shape.replay_flops(1), shape.row_bytes(1), shape.kv_bytes(1)) == (flops, row, kv)
+
+
+@pytest.mark.parametrize("config", [TINY | {"num_experts": 8}, {k: v for k, v in TINY.items() if k[0] != "i"}])
+def test_models_without_a_dense_ffn_are_refused(config):
+    with pytest.raises(ValueError, match="dense"):
+        Shape.from_config(config)
+
+
+def test_bound_takes_the_longer_of_replay_and_copies():
+    shape, speeds = Shape.from_config(TINY), Speeds(tflops=1e-6, link_gbs=1e-3, origin="given")  # 1 MFLOP/s, 1 MB/s
+
+    def limit(**more):
+        return bound(
+            shape, speeds, **{"matched": 100, "tail": 10, "skip": True, "from_host": True, **more}, suffix_ms=3
+        )
+
+    assert limit().replay_ms == pytest.approx(36.8)
+    assert limit().copy_ms == pytest.approx((10 * 20 + 100 * 40) / 1e3)
+    assert limit().ms == pytest.approx(36.8 + 3)
+    assert limit(matched=1000).ms == pytest.approx(40.2 + 3)
+    assert limit(matched=1000, from_host=False).copy_ms == pytest.approx(0.2)
