@@ -54,9 +54,7 @@ def serve_tiny(tiny_model, tmp_path_factory):
 
     def serve(*flags: str, small=_module.SMALL, model=tiny_model, **env: str):
         log = tmp_path_factory.mktemp("server") / "log"
-        return _module.serve(
-            model, *small, *_module.FLOAT32, *flags, env={**_module.FLOAT32_ENV, **env}, log_path=log
-        )
+        return _module.serve(model, *small, *_module.FLOAT32, *flags, env={**_module.FLOAT32_ENV, **env}, log_path=log)
 
     return serve
 
