@@ -6,7 +6,8 @@ copied on a hit, and SGLang's accounting of state slots holds (each slot belongs
 it keeps instead is a RowSpan in the node's metadata: row ids per token, on the host, moved and freed with the node.
 
 Rows follow the node and not the KV slot, because node data is host memory: whether a tail is whole is known at match
-time without reading a device tensor, and a node whose KV moves to another tier keeps its rows.
+time without reading a device tensor, and a node whose KV moves to the host tier or back keeps its rows. They are freed
+when the node leaves the tree, which is when its KV is on no tier any more.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class TailReplayComponent(MambaComponent):
     def _evict_rows(self, wanted: int) -> None:
         """Until `wanted` rows are free, take rows from the nodes used longest ago.
 
-        Locked nodes are spared: their tails may be fetched any moment.
+        Locked nodes are spared: their tails may be fetched any moment. Nodes whose KV is on the host are no exception:
+        KV leaves the device in the same order, so they are the first here as well, unless a hit has just touched them.
         """
         # A little more than wanted, so that a full store does not sort its nodes for every decode step.
         goal = min(wanted + self.pool.capacity // 64, self.pool.capacity)
@@ -200,7 +202,12 @@ class TailReplayComponent(MambaComponent):
         return prefix_len
 
     def recover_after_unevict(self, node, prefix_len: int, total_prefix_len: int, params, cache_actions) -> None:
-        self._adopt(node, total_prefix_len, getattr(params, "tail_replay", None))
+        """The node, whose KV was on the host only, takes the KV that the request has computed again."""
+        rows = getattr(params, "tail_replay", None)
+        self._adopt(node, total_prefix_len, rows)
+        span = self.span(node)
+        if span is not None and rows is not None:
+            span.generation = max(span.generation, rows.generation)  # the copy on the host may come back, too
 
     def commit_insert_component_data(
         self, node, is_new_leaf: bool, params: InsertParams, result: InsertResult, cache_actions

@@ -1,16 +1,24 @@
-"""UnifiedRadixCache with two additions: hits shrink to a whole tail, and rows are reset with the tree."""
+"""UnifiedRadixCache with two additions: hits shrink to a whole tail, and rows are reset with the tree.
+
+A hit is a part whose KV is on the device, then one whose KV is on the host (with HiCache). Its boundary m is the end of
+both: the host part is loaded back before the request runs, while its rows are where they always are.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_tailreplay.radix.component import TailReplayComponent
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TailReplayCache(UnifiedRadixCache):
@@ -19,6 +27,8 @@ class TailReplayCache(UnifiedRadixCache):
 
     tail_length_of: Callable[[object], Callable[[int], int] | None] = staticmethod(lambda req: None)
     may_reuse: Callable[[object], bool] = staticmethod(lambda req: True)
+    load_back_threshold = 0  # tokens; set by init_hicache
+    forward_stream: object = None  # where forward passes run; set before init_hicache
 
     @property
     def rows(self) -> TailReplayComponent:
@@ -37,18 +47,50 @@ class TailReplayCache(UnifiedRadixCache):
                 params.req.extra_key = f"tail_replay:{params.req.rid}"
             return self.tree_core.empty_match_result
         result = super().match_prefix(params)
-        matched = len(result.device_indices)
+        device, host = len(result.device_indices), result.host_hit_length
+        matched = device + host if self._loads(host) else device
         usable = self._usable(params.req, result, matched)
         params.req.tail_replay_shrunk = (matched, usable) if usable < matched else None
-        if usable == matched:
+        if usable == device + host:
             return result
         return super().match_prefix(dataclasses.replace(params, key=_limited(params.key, usable)))
 
     def _usable(self, req, result: MatchResult, matched: int) -> int:
+        """The longest boundary <= matched that a replay can serve and that HiCache will provide."""
         tail_length = self.tail_length_of(req)
-        if tail_length is None or matched == 0:
+        device = len(result.device_indices)
+        if tail_length is None:
             return matched
-        return self.rows.usable_boundary(self.tree_core.node_by_id(result.last_device_node), matched, tail_length)
+        if matched > device:
+            usable = self._whole(result.best_match_node, matched, tail_length)
+            if usable <= device or self._loads(usable - device):
+                return usable
+        return self._whole(result.last_device_node, device, tail_length)
+
+    def _whole(self, node: int, m: int, tail_length: Callable[[int], int]) -> int:
+        """The longest boundary <= m whose tail is whole; the node with this id ends at token m."""
+        return self.rows.usable_boundary(self.tree_core.node_by_id(node), m, tail_length) if m else 0
+
+    def _loads(self, tokens: int) -> bool:
+        """Whether SGLang loads that few tokens from the host. It computes them again where a load is not worth it."""
+        return 0 < tokens and self.load_back_threshold <= tokens
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, int]:
+        """As SGLang's. If it finds no room, the hit is what lies on the device, which needs a whole tail of its own."""
+        indices, node = super().init_load_back(params)
+        if len(indices) > 0:
+            return indices, node
+        req = params.req
+        device, req.host_hit_length = len(req.prefix_indices), 0
+        tail_length = self.tail_length_of(req)
+        usable = device if tail_length is None else self._whole(node, device, tail_length)
+        if usable < device:
+            key = RadixKey(token_ids=req.full_untruncated_fill_ids, extra_key=req.extra_key, limit=usable)
+            result = super().match_prefix(MatchPrefixParams(key=key))
+            # The caller appends the indices returned here to those of the request.
+            req.prefix_indices, node = result.device_indices, result.last_device_node
+            req.tail_replay_shrunk = (device, usable)
+        return indices, node
 
     def reset(self) -> None:
         # Called by the constructor too, when there is nothing to forget yet.

@@ -173,6 +173,13 @@ def create_cache(ctx: Any, cache_class: type, component_class: type) -> Any:
     return cache_class(ctx.params)
 
 
+def wait_for_loaded_kv(model_runner: Any) -> None:
+    """Make the current stream wait until all KV that the running batch loads from the host is on the device."""
+    counter = model_runner.token_to_kv_pool.layer_transfer_counter
+    if counter is not None:  # None without HiCache
+        counter.wait_until(counter.num_layers - 1)
+
+
 def largest_graph(model_runner: Any) -> int:
     """Tokens of the largest forward pass that may run in a CUDA graph, decode or prefill."""
     graphs = model_runner.server_args.cuda_graph_config

@@ -69,7 +69,6 @@ REFUSALS = (
     Refusal(lambda a: a.enable_lmcache, "--enable-lmcache", "KV from an external cache has no rows"),
     Refusal(lambda a: a.enable_flexkv, "--enable-flexkv", "KV from an external cache has no rows"),
     Refusal(lambda a: a.hicache_storage_backend, "--hicache-storage-backend", "KV from storage has no rows"),
-    Refusal(lambda a: a.enable_hierarchical_cache, "--enable-hierarchical-cache", "KV on the host has no rows yet"),
     Refusal(lambda a: a.enable_hisparse, "--enable-hisparse", "its KV does not stay where the tree thinks it is"),
     Refusal(lambda a: a.enable_pdmux, "--enable-pdmux", "its split prefill passes by the replay"),
     Refusal(lambda a: a.enable_two_batch_overlap, "--enable-two-batch-overlap", "a forward pass would be cut in two"),

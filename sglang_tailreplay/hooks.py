@@ -193,9 +193,11 @@ def prefill_graph_run(graph_runner: Any, forward_batch: Any, *args: Any, **kwarg
 
 def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
     """After a prefill batch's fresh slots were zeroed, on the forward stream, before the pass reads them."""
+    state = runtime.current()
+    state.prefill_begins(model_runner)
     step = getattr(forward_batch, _STEP, None)
     if step is not None and step.hits:
-        runtime.current().replay(step.hits)
+        state.replay(step.hits)
         setattr(forward_batch, _STEP, scheduling.Step(step.rows))
 
 

@@ -85,8 +85,8 @@ class Runtime:
             self.prefill_graphs = self._make_prefill_graphs(device)
             return
         shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
-        kv_slots = model_runner.token_to_kv_pool_allocator.size
-        capacity = choose_capacity(shape.bytes, kv_slots, free_host_bytes(), self.config.host_gb)
+        kv_slots, free_bytes = self._room_for_rows(model_runner)
+        capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
         self._store = RowStore(shape, capacity, kv_slots)
         # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
         self._lanes = Lanes.create(device if self.config.overlap else "cpu")
@@ -111,6 +111,16 @@ class Runtime:
             dict(zip(first_layers, self._gates, strict=False)),
         )
 
+    def _room_for_rows(self, model_runner: Any) -> tuple[int, int]:
+        """KV slots on the device and, with HiCache, on the host; bytes of host memory that HiCache will leave free."""
+        allocator, free_bytes = model_runner.token_to_kv_pool_allocator, free_host_bytes()
+        if not self.server_args.enable_hierarchical_cache:
+            return allocator.size, free_bytes
+        from sglang_tailreplay import host_tier
+
+        host = host_tier.planned_pool(self.server_args, allocator.get_kvcache(), free_bytes)
+        return allocator.size + host.tokens, free_bytes - host.bytes
+
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
         from sglang_tailreplay.radix.component import TailReplayComponent
@@ -119,6 +129,10 @@ class Runtime:
         cache = compat.create_cache(ctx, TailReplayCache, TailReplayComponent)
         cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0))
         self.planner.attach(cache)
+        if ctx.enable_hierarchical_cache:
+            from sglang_tailreplay import host_tier
+
+            host_tier.attach(cache, ctx, self._model_runner.forward_stream)
         if self._store is not None:
             self._replayer = Replayer(
                 self._make_engine(),
@@ -188,6 +202,14 @@ class Runtime:
         late = self._replayer is not None and self._replayer.pending
         assert not late, "a forward pass read recurrent states without waiting for their replay"
         self._stopwatch.harvest()
+
+    def prefill_begins(self, model_runner: Any) -> None:
+        """Before the replay and the layers of a prefill pass, whose KV from the host may still be on its way.
+
+        Each full-attention layer waits for its own part. Without overlap, all of the pass waits for all of it.
+        """
+        if not self.config.overlap:
+            compat.wait_for_loaded_kv(model_runner)
 
     def replay(self, hits: tuple[Hit, ...]) -> None:
         """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""

@@ -5,8 +5,9 @@ import pkgutil
 
 import torch
 
-from sglang_tailreplay.cpu import kernels, stand_in_active
+from sglang_tailreplay.cpu import host_pool, kernels, stand_in_active
 
+HOST_POOL = "sglang.srt.mem_cache.pool_host"
 PINNING_FUNCTIONS = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like")
 
 
@@ -46,6 +47,9 @@ REPLACEMENTS = [
     ("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", fused_rmsnorm_gated_forward),
     ("sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", apply_vocab_mask),
+    (f"{HOST_POOL}.mha.MHATokenToKVPoolHost.load_to_device_per_layer", host_pool.load_to_device_per_layer),
+    (f"{HOST_POOL}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer", host_pool.backup_from_device_all_layer),
+    (f"{HOST_POOL}.common._cuda_host_register", host_pool.register_nothing),
 ]
 
 
@@ -59,6 +63,7 @@ def register() -> list[str]:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     ignore_pin_memory()
+    pkgutil.resolve_name(f"{HOST_POOL}.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = host_pool.RESERVE_BYTES
     for target, replacement in REPLACEMENTS:
         require_target(target)
         HookRegistry.register(target, replacement, HookType.REPLACE)

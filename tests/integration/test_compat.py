@@ -32,6 +32,17 @@ def test_the_buffer_of_the_capture_holds_the_largest_graph(decode, prefill, requ
     assert compat.largest_graph(model_runner(decode, prefill, requests)) == tokens
 
 
+def test_without_a_host_tier_there_is_no_load_to_wait_for():
+    compat.wait_for_loaded_kv(SimpleNamespace(token_to_kv_pool=SimpleNamespace(layer_transfer_counter=None)))
+
+
+def test_the_wait_for_a_load_is_for_its_last_layer():
+    waits = []
+    counter = SimpleNamespace(num_layers=32, wait_until=waits.append)
+    compat.wait_for_loaded_kv(SimpleNamespace(token_to_kv_pool=SimpleNamespace(layer_transfer_counter=counter)))
+    assert waits == [31]
+
+
 def test_a_phase_without_sizes_counts_nothing():
     runner = model_runner([1, 4], [8], 2)
     runner.server_args.cuda_graph_config.prefill.bs = None

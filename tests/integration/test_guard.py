@@ -34,7 +34,6 @@ REFUSED = {
     "--enable-lmcache": [{"enable_lmcache": True}],
     "--enable-flexkv": [{"enable_flexkv": True}],
     "--hicache-storage-backend": [{"hicache_storage_backend": "file"}],
-    "--enable-hierarchical-cache": [{"enable_hierarchical_cache": True}],
     "--enable-hisparse": [{"enable_hisparse": True}],
     "--enable-pdmux": [{"enable_pdmux": True}],
     "--enable-two-batch-overlap": [{"enable_two_batch_overlap": True}],
@@ -82,6 +81,14 @@ def test_every_refusal_names_its_flag_and_the_way_out(refusal, server_args):
         message = one_line(error)
         assert refusal.flag in message and refusal.why in message
         assert "Leave this flag out" in message and "--tail-replay-mode off" in message
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_host_tier_is_accepted_as_sglang_takes_it(policy, server_args):
+    settings = {"enable_hierarchical_cache": True, "hicache_write_policy": policy, "hicache_size": 3}
+    args = server_args(**settings)
+    guard.prepare(args)
+    assert settings.items() <= vars(args).items()
 
 
 def test_no_case_is_left_over_and_no_flag_is_listed_twice():

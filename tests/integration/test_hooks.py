@@ -301,13 +301,15 @@ def test_hits_are_replayed_once_and_a_pass_that_skips_them_is_an_error(state):
 
     hooks.forward(original, None, forward_batch)
     assert [call for call in state.calls if call[0] == "replay"] == [("replay", ("hit",))]
+    names = [name for name, *_ in state.calls]
+    assert names.index("prefill_begins") < names.index("replay"), "loaded KV must be waited for first, if at all"
     assert forward_batch.tail_replay_step.rows.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("carried", [None, step(2)])
 def test_a_pass_without_hits_replays_nothing(carried, state):
-    hooks.states_cleared(None, None, SimpleNamespace(tail_replay_step=carried))
-    assert state.calls == []
+    hooks.states_cleared(None, "runner", SimpleNamespace(tail_replay_step=carried))
+    assert state.calls == [("prefill_begins", "runner")]
 
 
 def test_a_layer_gets_a_sink_only_where_one_is_wanted(state):

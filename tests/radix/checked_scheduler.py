@@ -63,6 +63,7 @@ class Entry:
 
     has_row: bool
     generation: int  # replays behind its KV or row; the tree may say more, because it counts per node
+    on_device: bool = True  # whether its KV is; otherwise it is on the host
 
 
 @dataclasses.dataclass
@@ -102,6 +103,7 @@ class CheckedScheduler:
         # what should be
         self.prefixes = Prefixes()
         self.truth: dict[int, Entry] = {}
+        self.locked: set[int] = set()  # prefixes in locked nodes, when the tree was last read
         self.accounts: dict[str, Account] = {}
         # SGLang's queues
         self.waiting: list[Req] = []
@@ -168,6 +170,9 @@ class CheckedScheduler:
         """A turn in which nothing is launched."""
         self._begin_turn()
         self._end_turn(None)
+
+    def settle(self) -> None:
+        """What the device has to do is done."""
 
     def _begin_turn(self) -> None:
         if self.abort_chunked and self.chunked is not None:
@@ -245,7 +250,8 @@ class CheckedScheduler:
         assert ids == self.accounts[req.rid].tokens
         matched, usable = self._boundary(req, ids)
         req.init_next_round_input(self.cache)
-        assert len(req.prefix_indices) == usable, f"cached {len(req.prefix_indices)} tokens, not {usable} of {matched}"
+        cached = len(req.prefix_indices) + req.host_hit_length
+        assert cached == usable, f"cached {cached} tokens, not {usable} of {matched}"
         shrunk = (matched, usable) if usable < matched else None
         assert req.tail_replay_shrunk == (shrunk if self._reusable(req) else None)
         self.check()
@@ -376,8 +382,8 @@ class CheckedScheduler:
         for req, begin, end in pieces:
             path = self.path(req, end)
             slots = self.request_pool.req_to_token[req.req_pool_idx, :end].numpy()
-            self.kv[slots[begin:]] = path[begin:]
-            assert self.kv[slots].tolist() == path, "attention would read another prefix's KV"
+            self._write_kv(slots[begin:], path[begin:])
+            assert self._read_kv(slots) == path, "attention would read another prefix's KV"
             for position in range(begin, end):
                 row = next(rows)
                 if row != NO_ROW:
@@ -388,10 +394,15 @@ class CheckedScheduler:
                     plain_without_row |= self._reusable(req)
         assert next(rows, None) is None
         if plain_without_row:
-            protected = self._protected()
-            spare = [prefix for prefix, entry in self.truth.items() if entry.has_row and prefix not in protected]
+            spare = [prefix for prefix, entry in self.truth.items() if entry.has_row and prefix not in self.locked]
             assert not spare, "a token went without a row although rows could be evicted"
         self.check()
+
+    def _write_kv(self, slots: np.ndarray, path: list[int]) -> None:
+        self.kv[slots] = path
+
+    def _read_kv(self, slots: np.ndarray) -> list[int]:
+        return self.kv[slots].tolist()
 
     # ---- processing its result ----
 
@@ -518,15 +529,20 @@ class CheckedScheduler:
         found = self._read_tree()
         gone = self.truth.keys() - found.keys()
         assert not found.keys() - self.truth.keys(), "the tree has tokens that nobody inserted"
-        assert evicts_kv or not gone, "the tree lost tokens"
+        assert evicts_kv or not any(self.truth[prefix].on_device for prefix in gone), "the tree lost tokens"
         for prefix in gone:
             del self.truth[prefix]
+        demoted = {prefix for prefix, entry in self.truth.items() if entry.on_device and not found[prefix].on_device}
+        assert evicts_kv or not demoted, "tokens left the device"
+        for prefix in demoted:
+            self.truth[prefix].on_device = False
         lost = {prefix for prefix, entry in self.truth.items() if entry.has_row and not found[prefix].has_row}
         assert evicts_rows or not lost, "the tree lost rows"
         for prefix in lost:
             self.truth[prefix].has_row = False
-        assert not (gone | lost) & self._protected(), "something under a running request was evicted"
+        assert not (gone | demoted | lost) & self._protected(), "something under a running request was evicted"
         for prefix, entry in self.truth.items():
+            assert found[prefix].on_device == entry.on_device, "the tree has KV on the device that nobody put there"
             assert found[prefix].has_row == entry.has_row, "the tree has a row that nobody gave it"
             assert found[prefix].generation >= entry.generation
             assert not self.exact or found[prefix].generation == 0
@@ -534,6 +550,7 @@ class CheckedScheduler:
     def _read_tree(self) -> dict[int, Entry]:
         """Every cached token, with its KV slot and row checked against the memory."""
         found: dict[int, Entry] = {}
+        self.locked = set()
         todo = [(self.cache.root_node, ROOT)]
         while todo:
             node, prefix = todo.pop()
@@ -543,19 +560,25 @@ class CheckedScheduler:
                 span = self.cache.rows.span(child)
                 rows = span.ids if span is not None else np.full(len(path), NO_ROW)
                 generation = span.generation if span is not None else 0
-                slots = child.component_data[ComponentType.FULL].value.numpy()
-                assert self.kv[slots].tolist() == path, "a cached KV slot was overwritten"
+                self._check_node_kv(child, path)
+                full = child.component_data[ComponentType.FULL]
+                self.locked.update(path if full.lock_ref > 0 else ())
+                on_device = full.value is not None
                 has = rows != NO_ROW
                 assert self.store[rows[has]].tolist() == np.array(path)[has].tolist(), "a cached row was overwritten"
-                found |= {p: Entry(bool(h), generation) for p, h in zip(path, has, strict=True)}
+                found |= {p: Entry(bool(h), generation, on_device) for p, h in zip(path, has, strict=True)}
         return found
+
+    def _check_node_kv(self, node, path: list[int]) -> None:
+        slots = node.component_data[ComponentType.FULL].value.numpy()
+        assert self._read_kv(slots) == path, "a cached KV slot was overwritten"
 
     def _check_kv(self, reqs: list[Req]) -> None:
         """available + evictable + protected + held by running requests == size"""
         held = sum(req.kv.kv_allocated_len - req.cache_protected_len for req in reqs)
         protected = self.cache.tree_core.component_protected_size_[ComponentType.FULL]
         assert self.allocator.available_size() + self._evictable + protected + held == KV_SLOTS
-        assert protected + self._evictable == len(self.truth)
+        assert protected + self._evictable == sum(entry.on_device for entry in self.truth.values())
 
     def _check_slots(self, reqs: list[Req]) -> None:
         every = list(range(1, MOST_REQUESTS + 1))
