@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang_tailreplay import compat
 from sglang_tailreplay.replay.segments import CHUNK, Segments
 
 if TYPE_CHECKING:
@@ -137,13 +138,14 @@ def _chunk_outputs(q: Tensor, k: Tensor, u: Tensor, h: Tensor, g: Tensor, segmen
 
 
 class BackendCore:
-    """SGLang's GDNAttnBackend. The model runner's own one holds the metadata of the forward pass that is being
-    prepared; a second one shares its pools and kernels, not its metadata."""
+    """SGLang's GDNAttnBackend, or what the model has in its place.
+
+    The model runner's own one holds the metadata of the forward pass that is being prepared; a second one shares its
+    pools and kernels, not its metadata.
+    """
 
     def __init__(self, model_runner: ModelRunner):
-        from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-
-        self._backend = GDNAttnBackend(model_runner)
+        self._backend = compat.gdn_backend_class(model_runner.model_config)(model_runner)
 
     def output(self, layer, norm, qkv, z, b, a, segments):
         o = self._extend(layer, qkv, b, a, segments)
