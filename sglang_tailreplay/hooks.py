@@ -6,6 +6,7 @@ installed in the scheduler process when it is. A hook that cannot be attached st
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def forward(original: Callable, model_runner: Any, forward_batch: Any, *args: An
         raise
     pending = getattr(forward_batch, _STEP, None)
     assert pending is None or not pending.hits, "a batch with cached prefixes ran without its replay"
-    state.forward_ended(output.can_run_graph)
+    state.forward_ended(output.can_run_graph, pending)
     return output
 
 
@@ -198,7 +199,7 @@ def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
     step = getattr(forward_batch, _STEP, None)
     if step is not None and step.hits:
         state.replay(step.hits)
-        setattr(forward_batch, _STEP, scheduling.Step(step.rows))
+        setattr(forward_batch, _STEP, dataclasses.replace(step, hits=()))
 
 
 # ---- serving hooks: reporting ----
