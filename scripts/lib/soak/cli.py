@@ -225,6 +225,7 @@ class Run:
             "flushes": soak.flushes if soak else {},
             "memory_mib": [round(s.rss_bytes / 2**20) for s in (samples[:1] + samples[-1:])],
             "memory_watched": bool(samples),
+            "metrics_watched": bool(soak and soak.metrics_watched),
             **(soak.tally.report() if soak else {}),
         }
 

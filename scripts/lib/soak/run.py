@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     max_logprob_difference: float | None  # None: compare tokens
     max_growth_bytes: int
     max_failures: int = 20  # the soak stops there
+    rest_seconds: float = 15  # within which a server at rest has to say so
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     flushes: dict[str, int] = field(default_factory=dict)
     rounds: int = 0
+    metrics_watched: bool = False  # False: the server has no /metrics, so that rows were not looked at
 
     def __post_init__(self):
         self.planner = Planner(self.settings.seed, self.settings.limits)
@@ -109,10 +111,12 @@ class Soak:
 
     def _judge(self, planned: Round, prompts: list[list[int]], outcomes: list[Outcome]) -> None:
         """Each answer on its own; remembers its text for later rounds."""
-        served = [(r, p, o) for r, p, o in zip(planned.requests, prompts, outcomes, strict=True) if r.kind in REFUSED]
-        for request, prompt, outcome in served:
-            self.failures += judge(request, prompt, outcome, 0)
-        served = [each for each in zip(planned.requests, prompts, outcomes, strict=True) if each[0].kind not in REFUSED]
+        answered = list(zip(planned.requests, prompts, outcomes, strict=True))
+        for request, prompt, outcome in answered:
+            self.tally.count(request.kind, outcome)
+            if request.kind in REFUSED:
+                self.failures += judge(request, prompt, outcome, 0)
+        served = [each for each in answered if each[0].kind not in REFUSED]
         texts = [text_of(r, p, o) for r, p, o in served]
         for (request, prompt, outcome), possible in zip(served, possible_hits(self._sent, texts), strict=True):
             self.failures += judge(request, prompt, outcome, possible)
@@ -120,9 +124,8 @@ class Soak:
             whole = [*text.prompt, *text.answer]
             self._sent.add(whole, text.unseen)
             self._texts[request.step] = whole
-        self._texts = {step: text for step, text in self._texts.items() if step in self.planner.known}
-        for request, outcome in zip(planned.requests, outcomes, strict=True):
-            self.tally.count(request.kind, outcome)
+        known = self.planner.known
+        self._texts = {step: text for step, text in self._texts.items() if step in known}
 
     async def _compare(self, planned: Round, prompts: list[list[int]], outcomes: list[Outcome]) -> None:
         checked = [
@@ -170,21 +173,24 @@ class Soak:
         await self._rest_check("rows", lambda m: 0 <= m.get(ROWS_USED, 0) <= m.get(ROWS, math.inf))
         await self.flush_idle()
         await self._rest_check("row-leak", lambda m: m.get(ROWS_USED, 0) == 0)
-        await asyncio.sleep(1.5)  # SGLang's checks and ours run once the server is idle
+        # SGLang's checks and ours run once the server is idle, and end it if something does not add up.
+        await asyncio.sleep(self.settings.rest_seconds / 8)
         prompt = fresh_tokens(self.settings.seed, -1, 8, self.settings.limits.vocabulary)
         last = await self.client.exact(prompt, 2)
         if last.status != 200:
             self.failures.append(Failure("dead", f"no answer once at rest: status {last.status} {last.message}"))
 
-    async def _rest_check(self, what: str, holds: Callable[[dict[str, float]], bool], seconds: float = 15) -> None:
+    async def _rest_check(self, what: str, holds: Callable[[dict[str, float]], bool]) -> None:
         """Gauges are written now and then: wait for the right value."""
-        deadline, metrics = time.monotonic() + seconds, {}
+        seconds, metrics = self.settings.rest_seconds, {}
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 metrics = await self.client.metrics()
             except (httpx.HTTPError, ValueError) as error:
                 self.failures.append(Failure("metrics", f"/metrics cannot be read: {error!r}"))
                 return
+            self.metrics_watched = bool(metrics)
             if holds(metrics):
                 return
             await asyncio.sleep(0.25)
@@ -216,10 +222,16 @@ async def calibrate(client: Client, seed: int, limits: Limits) -> Calibration:
     alone = [await client.cold(p, 2, f"{key}-a{i}") for i, p in enumerate(prompts)]
     together = await asyncio.gather(*(client.cold(p, 2, f"{key}-b{i}") for i, p in enumerate(prompts)))
     wrong = [await client.cold(other + p[len(other) :], 2, f"{key}-c{i}") for i, p in enumerate(prompts)]
-    noise = max(difference(a, b).logprob for a, b in zip(alone, together, strict=True))
-    control = min(difference(a, b).logprob for a, b in zip(alone, wrong, strict=True))
+    failed = next((o for o in (*alone, *together, *wrong) if o.status != 200), None)
+    if failed is not None:
+        raise RuntimeError(f"no answer to a calibration request: status {failed.status} {failed.message}")
+    noises = [difference(a, b).logprob for a, b in zip(alone, together, strict=True)]
+    controls = [difference(a, b).logprob for a, b in zip(alone, wrong, strict=True)]
+    if any(map(math.isnan, noises + controls)):
+        raise RuntimeError("a log-probability of a cold answer is missing or not a number")
+    noise, control = max(noises), min(controls)
     bound = max(MARGIN * noise, 1e-3)
-    if not bound < control:
+    if bound >= control:
         raise RuntimeError(
             f"two cold answers differ by up to {noise:.3g}, answers to other prompts by {control:.3g}: a wrong answer "
             "would not be seen. Give --max-logprob-difference, or a model in float32."

@@ -1,0 +1,115 @@
+"""scripts/soak against a server with one planted fault: it is found, named, and nothing else is."""
+
+import asyncio
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS / "lib"))
+
+from soak.client import Client  # noqa: E402
+from soak.plan import Limits  # noqa: E402
+from soak.run import Settings, Soak, calibrate  # noqa: E402
+
+# Test files are imported by path (--import-mode=importlib), so the helper beside them is loaded by path as well.
+_spec = importlib.util.spec_from_file_location("soak_fake_server", Path(__file__).with_name("fake_server.py"))
+fake_server = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake_server)
+
+LIMITS = Limits(max_prompt=80, max_new=8, concurrency=6, running=4, context=260, vocabulary=(2, 1000))
+
+
+def soaked(fault="", seconds=1.0, deadline=20.0, bound=None, max_failures=3):
+    fake = fake_server.Fake(fault)
+
+    async def run():
+        client = Client(fake.url, deadline, 64)
+        settings = Settings(1, seconds, LIMITS, 0.7, bound, 2**30, max_failures, rest_seconds=0.5)
+        soak = Soak(client, settings)
+        try:
+            await soak.run()
+        finally:
+            await client.close()
+        return soak
+
+    try:
+        return asyncio.run(run())
+    finally:
+        fake.shutdown()
+        fake.server_close()
+
+
+def test_a_faultless_server_passes():
+    soak = soaked(seconds=2.5)
+    assert soak.failures == []
+    report = soak.tally.report()
+    assert report["compared_with_cold"] > 20 and report["of_them_hits"] > 10
+    assert soak.metrics_watched and soak.flushes["idle"] >= 2
+    json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("wrong-token", {"wrong-token"}),
+        ("nan", {"nan"}),
+        ("5xx", {"5xx", "cold-failed"}),
+        ("short", {"short-answer", "wrong-token"}),
+        ("cached-too-much", {"cached-too-much"}),
+        ("not-isolated", {"not-isolated"}),
+        ("stale", {"cached-too-much", "row-leak"}),
+        ("row-leak", {"row-leak"}),
+        ("5xx-for-bad", {"not-refused"}),
+        ("accepts-bad", {"not-refused"}),
+        ("silent", {"not-refused"}),
+    ],
+)
+def test_a_planted_fault_is_found_and_no_other(fault, what):
+    soak = soaked(fault, seconds=2.5)
+    found = {failure.what for failure in soak.failures}
+    assert found and found <= what, soak.failures
+
+
+def test_a_server_that_hangs_is_found_in_time():
+    soak = soaked("hang", deadline=1.0)
+    assert {failure.what for failure in soak.failures} & {"no-answer", "cold-failed"}
+
+
+def test_a_server_that_is_gone_is_found():
+    async def run():
+        client = Client("http://127.0.0.1:9", 2.0, 8)
+        soak = Soak(client, Settings(1, 0.5, LIMITS, 0.5, None, 2**30, 3, rest_seconds=0.2))
+        await soak.run()
+        await client.close()
+        return {failure.what for failure in soak.failures}
+
+    assert {"flush", "no-answer", "unhealthy", "dead"} <= asyncio.run(run())
+
+
+def test_a_bound_that_would_hide_everything_is_refused():
+    """This server's log-probabilities are constant: a wrong prompt differs by much, an honest answer by nothing."""
+    fake = fake_server.Fake()
+
+    async def run(seed):
+        client = Client(fake.url, 10.0, 8)
+        try:
+            return await calibrate(client, seed, LIMITS)
+        finally:
+            await client.close()
+
+    try:
+        found = asyncio.run(run(3))
+        assert found.noise == 0 and 0 < found.bound < found.control
+        fake_server.next_token, kept = (lambda ids: 7), fake_server.next_token
+        try:
+            with pytest.raises(RuntimeError, match="would not be seen"):
+                asyncio.run(run(4))
+        finally:
+            fake_server.next_token = kept
+    finally:
+        fake.shutdown()
+        fake.server_close()
