@@ -93,6 +93,7 @@ def server_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]
         "--chunked-prefill-size": str(max(64, options.max_prompt // 3)),
         "--max-running-requests": "8",
         "--max-mamba-cache-size": "16",
+        "--schedule-conservativeness": "0.1",  # reserve little for answers: retract instead
     }
     given = {flag.split("=")[0] for flag in flags}
     chosen = [word for flag, value in defaults.items() if flag not in given for word in (flag, value)]
@@ -220,6 +221,7 @@ class Run:
             "compared": "tokens" if soak and soak.settings.max_logprob_difference is None else "logprobs",
             "max_logprob_difference": soak.settings.max_logprob_difference if soak else None,
             "calibration": self.calibration._asdict() if self.calibration else None,
+            "limits": soak.settings.limits._asdict() if soak else None,
             "rounds": soak.rounds if soak else 0,
             "malformed_bodies": len(MALFORMED),
             "flushes": soak.flushes if soak else {},

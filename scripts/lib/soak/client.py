@@ -150,6 +150,8 @@ def read_answer(reply: dict[str, Any]) -> dict[str, Any]:
     meta = reply["meta_info"]
     finish = meta.get("finish_reason") or {}
     chosen, top = meta.get("output_token_logprobs"), meta.get("output_top_logprobs")
+    if finish.get("type") == "abort":  # in the queue: it never got as far as these
+        reply, meta = {"output_ids": []} | reply, {"cached_tokens": 0} | meta
     return {
         "tokens": tuple(reply["output_ids"]),
         "cached": meta["cached_tokens"],

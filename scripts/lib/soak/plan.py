@@ -131,7 +131,7 @@ class Planner:
         base = draw.choice(self._known) if self._known else None
         new = draw.randint(1, max(2, limits.max_new // 2))
         if kind is Kind.TOO_LONG:
-            return self._make(kind, None, 0, limits.context + draw.choice((1, 7, limits.context)), new)
+            return self._make(kind, None, 0, limits.context + draw.choice((1, 7, 500)), new)
         if base is None or kind in (Kind.ROOT, Kind.MALFORMED):
             longest = limits.max_prompt if draw.random() < 0.5 else max(2, limits.max_prompt // 4)
             return self._make(kind if kind in REFUSED else Kind.ROOT, None, 0, draw.randint(1, longest), new)
@@ -199,6 +199,9 @@ def prompt_of(
 ) -> list[int]:
     """Token ids of the prompt. `texts` has prompt and answer of every step that may be built on. An answer that is
     shorter than planned (its request failed) is made up for with fresh tokens."""
+    if request.kind is Kind.TOO_LONG:  # a context may be a quarter of a million tokens, and nobody will read them
+        block = fresh_tokens(seed, request.step, 64, vocabulary)
+        return (block * (request.prompt_length // len(block) + 1))[: request.prompt_length]
     kept = list(texts.get(request.base, ())[: request.kept]) if request.base is not None else []
     return kept + fresh_tokens(seed, request.step, request.prompt_length - len(kept), vocabulary)
 
