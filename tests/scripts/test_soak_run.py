@@ -3,7 +3,12 @@
 import asyncio
 import importlib.util
 import json
+import mmap
+import os
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,8 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS / "lib"))
 
-from soak.client import Client  # noqa: E402
+from soak import processes  # noqa: E402
+from soak.client import Client, read_answer  # noqa: E402
 from soak.plan import Limits  # noqa: E402
 from soak.run import Settings, Soak, calibrate  # noqa: E402
 
@@ -113,3 +119,62 @@ def test_a_bound_that_would_hide_everything_is_refused():
     finally:
         fake.shutdown()
         fake.server_close()
+
+
+SLEEPER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_are_counted_with_their_children_and_seen_to_go():
+    parent = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+    try:
+        child = int(parent.stdout.readline())
+        family = processes.tree(parent.pid)
+        assert {process.pid for process in family} == {parent.pid, child}
+        sample = processes.sample(parent.pid)
+        assert sample.processes == 2 and sample.rss_bytes > 2**20
+        assert {process.pid for process in processes.wait_gone(family, 0.2)} == {parent.pid, child}
+        for process in family:
+            process.kill()
+        begin = time.monotonic()
+        assert processes.wait_gone(family, 10) == []  # the parent is a zombie still: nobody has waited for it
+        assert time.monotonic() - begin < 8
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert processes.sample(parent.pid).processes == 0
+
+
+def test_what_a_killed_server_leaves_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    rows, counters = tmp_path / "rows", tmp_path / "counters"
+    (tmp_path / "of-somebody-else").write_bytes(bytes(2**21))
+    counters.write_bytes(bytes(16_396))
+    rows.write_bytes(bytes(2**21))
+    with rows.open("r+b") as file, mmap.mmap(file.fileno(), 0), socket.socket() as held:
+        mapped = processes.shared_memory(processes.tree(os.getpid()))
+        assert mapped == {rows}
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        found = list(processes.left_behind(port, {rows, counters}))
+    assert [failure.what for failure in found] == ["port-held", "shared-memory-left"]
+    assert "'rows': 2097152" in found[1].text
+    rows.unlink()
+    assert list(processes.left_behind(port, {rows, counters})) == []
+
+
+def test_only_an_aborted_answer_may_lack_its_numbers():
+    """SGLang leaves them out where a request was aborted in the queue."""
+    aborted = {"meta_info": {"finish_reason": {"type": "abort", "message": "gone"}}}
+    assert read_answer(aborted) | {"top": None} == {
+        **{"tokens": (), "cached": 0, "generation": None, "retractions": 0, "finish": "abort", "message": "gone"},
+        **{"chosen": None, "top": None},
+    }
+    with pytest.raises(KeyError):
+        read_answer({"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}})

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--concurrency", type=int, default=16, help="requests of a common round")
     parse.add_argument("--seed", type=int, default=0)
     parse.add_argument("--max-prompt", type=int, default=600, help="tokens")
-    parse.add_argument("--max-new", type=int, default=48, help="tokens of the longest answers")
+    parse.add_argument("--max-new", type=int, default=128, help="tokens of the longest answers")
     parse.add_argument("--checked-share", type=float, default=0.5, help="of the exact answers, compared with cold ones")
     parse.add_argument(
         "--compare", choices=("auto", "tokens", "logprobs"), default="auto", help="auto: tokens in float32"
@@ -86,7 +86,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def server_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Flags of a server whose KV is too small for the load, so that it evicts and retracts. The user's win."""
-    tokens = max(1024, 3 * (options.max_prompt + options.max_new))
+    tokens = max(512, 2 * (options.max_prompt + options.max_new))
     defaults = {
         "--max-total-tokens": str(tokens),
         "--context-length": str(options.max_prompt + options.max_new + 64),
@@ -139,7 +139,6 @@ class Run:
     async def drive(self) -> list[Failure]:
         options = self.options
         url, pid = options.url, options.server_pid
-        before = processes.shared_memory()
         if not url:
             say(f"starting a server, log in {options.log}")
             self.start()
@@ -155,7 +154,7 @@ class Run:
             self.soak = Soak(client, settings, pid, say)
             await self.soak.run()
             if options.kill:
-                await self._kill(client, limits, before)
+                await self._kill(client, limits)
         finally:
             await client.close()
         return self.soak.failures
@@ -171,14 +170,15 @@ class Run:
         say(f"two cold answers differ by up to {self.calibration.noise:.3g}; bound {self.calibration.bound:.3g}")
         return self.calibration.bound
 
-    async def _kill(self, client: Client, limits: Limits, before: set[str]) -> None:
+    async def _kill(self, client: Client, limits: Limits) -> None:
         """The scheduler dies under load; clients must hear of it, and the next start must be a clean one."""
         prompt = fresh_tokens(self.options.seed, -200, limits.max_prompt, limits.vocabulary)
         right = await client.cold(prompt, 8, f"soak-kill-{time.time_ns()}")
         say("killing the scheduler under load")
         load = [asyncio.create_task(client.cold(prompt, limits.max_new, f"load-{i}")) for i in range(8)]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # so that some of them run
         family = processes.tree(self.server.process.pid)
+        mapped = processes.shared_memory(family)
         processes.scheduler_of(self.server.process.pid).kill()
         heard = await asyncio.gather(*load)
         found = self.soak.failures
@@ -189,7 +189,7 @@ class Run:
         for left in await asyncio.to_thread(processes.wait_gone, family, 60):
             found.append(Failure("processes-left", f"process {left.pid} lives 60 s after its scheduler was killed"))
         serving.stop(self.server)
-        found += processes.left_behind(urlsplit(self.server.base_url).port, before)
+        found += processes.left_behind(urlsplit(self.server.base_url).port, mapped)
         say("starting again")
         await asyncio.to_thread(self.start)
         fresh = Client(self.server.base_url, self.options.deadline, connections=8)
