@@ -29,12 +29,12 @@ _spec.loader.exec_module(fake_server)
 LIMITS = Limits(max_prompt=80, max_new=8, concurrency=6, running=4, context=260, vocabulary=(2, 1000))
 
 
-def soaked(fault="", seconds=1.0, deadline=20.0, bound=None, max_failures=3):
+def soaked(fault="", rounds=16, deadline=20.0):
     fake = fake_server.Fake(fault)
 
     async def run():
         client = Client(fake.url, deadline, 64)
-        settings = Settings(1, seconds, LIMITS, 0.7, bound, 2**30, max_failures, rest_seconds=0.5)
+        settings = Settings(1, 60, LIMITS, 0.7, None, 2**30, max_failures=3, max_rounds=rounds, rest_seconds=0.5)
         soak = Soak(client, settings)
         try:
             await soak.run()
@@ -50,7 +50,7 @@ def soaked(fault="", seconds=1.0, deadline=20.0, bound=None, max_failures=3):
 
 
 def test_a_faultless_server_passes():
-    soak = soaked(seconds=2.5)
+    soak = soaked()
     assert soak.failures == []
     report = soak.tally.report()
     assert report["compared_with_cold"] > 20 and report["of_them_hits"] > 10
@@ -75,13 +75,13 @@ def test_a_faultless_server_passes():
     ],
 )
 def test_a_planted_fault_is_found_and_no_other(fault, what):
-    soak = soaked(fault, seconds=2.5)
+    soak = soaked(fault)
     found = {failure.what for failure in soak.failures}
     assert found and found <= what, soak.failures
 
 
 def test_a_server_that_hangs_is_found_in_time():
-    soak = soaked("hang", deadline=1.0)
+    soak = soaked("hang", rounds=3, deadline=1.0)
     assert {failure.what for failure in soak.failures} & {"no-answer", "cold-failed"}
 
 

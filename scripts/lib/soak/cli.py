@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--url", help="of a running server")
     which.add_argument("--model-path", help="start a server of this model; its flags follow after --")
     parse.add_argument("--seconds", type=float, default=600, help="of load; start and checks come on top")
+    parse.add_argument("--rounds", type=int, help="stop after so many, too: what repeats a failure need not go on")
     parse.add_argument("--concurrency", type=int, default=16, help="requests of a common round")
     parse.add_argument("--seed", type=int, default=0)
     parse.add_argument("--max-prompt", type=int, default=600, help="tokens")
@@ -149,7 +151,9 @@ class Run:
             limits = limits_of(self.info, options)
             bound = await self._bound(client, limits)
             settings = Settings(
-                options.seed, options.seconds, limits, options.checked_share, bound, int(options.max_growth_mib * 2**20)
+                **{"seed": options.seed, "seconds": options.seconds, "max_rounds": options.rounds or math.inf},
+                **{"limits": limits, "checked_share": options.checked_share, "max_logprob_difference": bound},
+                max_growth_bytes=int(options.max_growth_mib * 2**20),
             )
             self.soak = Soak(client, settings, pid, say)
             await self.soak.run()

@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     max_logprob_difference: float | None  # None: compare tokens
     max_growth_bytes: int
     max_failures: int = 20  # the soak stops there
+    max_rounds: float = math.inf
     rest_seconds: float = 15  # within which a server at rest has to say so
 
 
@@ -67,7 +68,7 @@ class Soak:
         self._waiting: asyncio.Task | None = None
 
     async def run(self) -> None:
-        """Rounds until the time is over or too much has failed, then the checks of a server at rest."""
+        """Rounds until time or rounds are over or too much has failed, then the checks of a server at rest."""
         await self.flush_idle()
         begin = time.monotonic()
         while time.monotonic() - begin < self.settings.seconds and not self.over:
@@ -78,7 +79,7 @@ class Soak:
 
     @property
     def over(self) -> bool:
-        return len(self.failures) >= self.settings.max_failures
+        return len(self.failures) >= self.settings.max_failures or self.rounds >= self.settings.max_rounds
 
     def _line(self, seconds: float) -> str:
         done = sum(map(len, self.tally.seconds.values()))
