@@ -33,6 +33,8 @@ class Fake(ThreadingHTTPServer):
     def match(self, key: str | None, ids: list[int]) -> int:
         with self.lock:
             texts = [text for other, text in self.texts if other == key or self.fault == "not-isolated"]
+        if self.fault == "no-hits":
+            return 0
         return min(max((len(os.path.commonprefix([ids, text])) for text in texts), default=0), len(ids) - 1)
 
     def handle_error(self, request, client_address):

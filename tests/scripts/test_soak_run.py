@@ -72,6 +72,7 @@ def test_a_faultless_server_passes():
         ("5xx-for-bad", {"not-refused"}),
         ("accepts-bad", {"not-refused"}),
         ("silent", {"not-refused"}),
+        ("no-hits", {"nothing-proved"}),
     ],
 )
 def test_a_planted_fault_is_found_and_no_other(fault, what):

@@ -31,6 +31,7 @@ from soak.plan import ENDS, REFUSED, Flush, Limits, Planner, Request, Round, fre
 
 CALIBRATION_PROMPTS = 6
 MARGIN = 4  # an honest difference may be so many times the largest of a handful of cold-versus-cold ones
+ENOUGH_ROUNDS = 8  # by then some requests must have been hits
 ROWS_USED, ROWS = "sglang:tail_replay_rows_used", "sglang:tail_replay_rows_capacity"
 
 
@@ -75,6 +76,9 @@ class Soak:
             await self.round(self.planner.next_round(self.settings.checked_share))
             self.progress(self._line(time.monotonic() - begin))
         await self.at_rest()
+        if self.rounds >= ENOUGH_ROUNDS and not self.tally.compared_hits:
+            text = "no answer to a hit could be compared: no hits, or all of them approximate"
+            self.failures.append(Failure("nothing-proved", text))
         self.failures += growth(self.samples, self.settings.max_growth_bytes)
 
     @property
