@@ -14,7 +14,7 @@ SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak"
 @pytest.fixture(scope="module")
 def crowded(serve_tiny):
     """So few tokens of KV that eviction and retraction never stop."""
-    small = ("--max-total-tokens", "560", "--context-length", "320", "--chunked-prefill-size", "64")
+    small = ("--max-total-tokens", "900", "--context-length", "320", "--chunked-prefill-size", "64")
     small += ("--max-running-requests", "6", "--mem-fraction-static", "0.2", "--sleep-on-idle")
     small += ("--schedule-conservativeness", "0.1")  # admit more than fits, so that some are retracted
     flags = ("--enable-metrics", "--enable-cache-report", "--tail-replay-min-tokens", "4")

@@ -88,7 +88,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def server_flags(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Flags of a server whose KV is too small for the load, so that it evicts and retracts. The user's win."""
-    tokens = max(512, 2 * (options.max_prompt + options.max_new))
+    tokens = max(512, 4 * (options.max_prompt + options.max_new))
     defaults = {
         "--max-total-tokens": str(tokens),
         "--context-length": str(options.max_prompt + options.max_new + 64),

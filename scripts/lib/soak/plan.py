@@ -128,7 +128,7 @@ class Planner:
 
     def _one(self, kind: Kind) -> Request:
         draw, limits = self._draw, self.limits
-        base = draw.choice(self._known) if self._known else None
+        base = self._base()
         new = draw.randint(1, max(2, limits.max_new // 2))
         if kind is Kind.TOO_LONG:
             return self._make(kind, None, 0, limits.context + draw.choice((1, 7, 500)), new)
@@ -145,7 +145,7 @@ class Planner:
 
     def _fan(self) -> list[Request]:
         """Many requests at once that share a prefix; some of them with nothing else, or with one token more."""
-        base = self._draw.choice(self._known)
+        base = self._base()
         kept = min(self._draw.randint(1, base.reusable), self.limits.max_prompt - 1)
         most, new = max(2, self.limits.max_prompt // 8), min(4, self.limits.max_new)
         return [
@@ -157,11 +157,16 @@ class Planner:
         """More than the server runs at once. Long answers outgrow what was reserved for them, so some are retracted."""
         burst = []
         for _ in range(max(2 * self.limits.running, self.limits.concurrency)):
-            base = self._draw.choice(self._known) if self._known and self._draw.random() < 0.6 else None
+            base = self._base() if self._draw.random() < 0.6 else None
             kept = min(self._draw.randint(1, base.reusable), self.limits.max_prompt // 2) if base else 0
             fresh = self._draw.randint(1, max(2, self.limits.max_prompt // 4))
             burst.append(self._make(Kind.BURST, base, kept, fresh, self.limits.max_new))
         return burst
+
+    def _base(self) -> Request | None:
+        """What to build on: mostly something recent, which a small cache still has."""
+        recent = self._known[-2 * self.limits.concurrency :] if self._draw.random() < 0.7 else self._known
+        return self._draw.choice(recent) if recent else None
 
     def _make(self, kind: Kind, base: Request | None, kept: int, fresh: int, new: int) -> Request:
         draw, step = self._draw, self._steps

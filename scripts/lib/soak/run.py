@@ -66,7 +66,7 @@ class Soak:
         self.planner = Planner(self.settings.seed, self.settings.limits)
         self._texts: dict[int, list[int]] = {}
         self._sent = Sent()
-        self._waiting: asyncio.Task | None = None
+        self._unchecked: list[tuple[Request, list[int], Outcome]] = []
 
     async def run(self) -> None:
         """Rounds until time or rounds are over or too much has failed, then the checks of a server at rest."""
@@ -75,6 +75,7 @@ class Soak:
         while time.monotonic() - begin < self.settings.seconds and not self.over:
             await self.round(self.planner.next_round(self.settings.checked_share))
             self.progress(self._line(time.monotonic() - begin))
+        await self.compare_with_cold()
         await self.at_rest()
         if self.rounds >= ENOUGH_ROUNDS and not self.tally.compared_hits:
             text = "no answer to a hit could be compared: no hits, or all of them approximate"
@@ -101,7 +102,8 @@ class Soak:
         sending = [self.client.send(*each) for each in zip(planned.requests, prompts, rids, strict=True)]
         outcomes, _ = await asyncio.gather(asyncio.gather(*sending), self._flush_busy(planned.flush))
         self._judge(planned, prompts, outcomes)
-        await self._compare(planned, prompts, outcomes)
+        if planned.index % 4 == 1:
+            await self.compare_with_cold()
         if planned.flush is Flush.IDLE:
             await self.flush_idle()
         if not await self.client.healthy():
@@ -119,6 +121,8 @@ class Soak:
         answered = list(zip(planned.requests, prompts, outcomes, strict=True))
         for request, prompt, outcome in answered:
             self.tally.count(request.kind, outcome)
+            if request.step in planned.checked and comparable(request, outcome):
+                self._unchecked.append((request, prompt, outcome))
             if request.kind in REFUSED:
                 self.failures += judge(request, prompt, outcome, 0)
         served = [each for each in answered if each[0].kind not in REFUSED]
@@ -132,12 +136,9 @@ class Soak:
         known = self.planner.known
         self._texts = {step: text for step, text in self._texts.items() if step in known}
 
-    async def _compare(self, planned: Round, prompts: list[list[int]], outcomes: list[Outcome]) -> None:
-        checked = [
-            (request, prompt, outcome)
-            for request, prompt, outcome in zip(planned.requests, prompts, outcomes, strict=True)
-            if request.step in planned.checked and comparable(request, outcome)
-        ]
+    async def compare_with_cold(self) -> None:
+        """For several rounds at once: cold answers fill the cache, and what is evicted by them is hit by nobody."""
+        checked, self._unchecked = self._unchecked, []
         key = f"soak-cold-{time.time_ns()}"
         answers = await asyncio.gather(
             *(self.client.cold(prompt, r.max_new, f"{key}-{r.step}") for r, prompt, _ in checked)
