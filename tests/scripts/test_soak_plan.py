@@ -58,7 +58,7 @@ def test_one_seed_gives_one_load_and_another_seed_another():
 
 
 def test_every_kind_flush_and_fault_comes_up():
-    planned = rounds(1, 160)
+    planned = rounds(1, 400)
     kinds = Counter(r.kind for r in requests(planned))
     assert set(kinds) == set(Kind) and min(kinds.values()) >= 5
     assert {one.flush for one in planned} == set(Flush)

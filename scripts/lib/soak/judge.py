@@ -200,7 +200,10 @@ def compare(
         yield failure("wrong-logprob", f"differs by {found.logprob:.3g} from the cold answer, bound {bound:.3g}")
     elif bound is None and found.token is not None and not found.tie:
         got, right = hit.tokens[found.token :][:1], cold.tokens[found.token :][:1]
-        yield failure("wrong-token", f"new token {found.token} is {got}, in the cold answer {right}")
+        sides = [[one.top[found.token : found.token + 1] if one.top else ()] for one in (hit, cold)]
+        text = f"new token {found.token} is {got}, in the cold answer {right}; retracted {hit.retractions} times, cold "
+        text += f"{cold.retractions}; log-probabilities of the first token differ by {found.logprob:.2g}; there {sides}"
+        yield failure("wrong-token", text)
 
 
 class Sample(NamedTuple):
