@@ -70,7 +70,7 @@ class KernelCore:
         return gated_norm(o, z, norm.weight, norm.eps, sigmoid_gate=norm.activation == "sigmoid")
 
     def attend(self, layer: RadixLinearAttention, qkv: Tensor, b: Tensor, a: Tensor, segments: Segments) -> Tensor:
-        """o [T, HV, V]; undefined for tokens of no segment."""
+        """o [T, HV, V]; zero for tokens of no segment."""
         return self._delta_rule(layer, *self._prepare(layer, qkv, b, a, segments, queries=True), segments)
 
     def state(self, layer, qkv, b, a, segments):
@@ -124,12 +124,13 @@ def _chunk_states(
 
 
 def _chunk_outputs(q: Tensor, k: Tensor, u: Tensor, h: Tensor, g: Tensor, segments: Segments) -> Tensor:
-    """o [1, T, HV, V]; undefined for tokens of no segment. SGLang's chunk_fwd_o, with the segments' own chunks."""
+    """o [1, T, HV, V]; zero for tokens of no segment. SGLang's chunk_fwd_o, with the segments' own chunks."""
     import triton
     from sglang.kernels.ops.attention.fla.chunk_o import chunk_fwd_kernel_o
 
     (_, T, H, K), (HV, V) = q.shape, u.shape[2:]
-    o = torch.empty_like(u)
+    # Not empty: experts are chosen for every token of a graph, and a router must not see what memory happens to hold.
+    o = torch.zeros_like(u)
     chunk_fwd_kernel_o[lambda meta: (triton.cdiv(V, meta["BV"]), len(segments.chunks), HV)](
         q, k, u, h, g, o, segments.cu, segments.chunks, K**-0.5,
         T=T, H=HV, Hg=H, K=K, V=V, BT=CHUNK, BK=128, BV=64, USE_G=True, IS_VARLEN=True, num_warps=4, num_stages=2,

@@ -39,8 +39,12 @@ class Client:
         return await self._timed(self._whole(body))
 
     async def cold(self, prompt: Sequence[int], max_new: int, key: str) -> Outcome:
-        """The same prompt where no other request's tokens are cached. `key` must be used once only."""
-        return await self._timed(self._whole(_body(prompt, max_new) | {"extra_key": key}))
+        """The same prompt where no other request's tokens are cached. `key` must be used once only.
+
+        Replayed in full as well: a retracted request finds its own prompt cached.
+        """
+        body = _body(prompt, max_new, custom_params={"tail_replay_ratio": 1.0})
+        return await self._timed(self._whole(body | {"extra_key": key}))
 
     async def exact(self, prompt: Sequence[int], max_new: int) -> Outcome:
         """With whatever is cached, replayed in full."""
