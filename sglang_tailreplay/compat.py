@@ -6,10 +6,13 @@ that an unknown version stops the start with the name of what changed instead of
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import inspect
 import pkgutil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from sglang_tailreplay.errors import TailReplayError
 
 
 class Target(NamedTuple):
@@ -103,7 +106,10 @@ def installed_version() -> str:
 
 def version_problem() -> str | None:
     """Why the installed SGLang cannot be used, or None."""
-    version = installed_version()
+    try:
+        version = installed_version()
+    except importlib.metadata.PackageNotFoundError:
+        return f"SGLang is not installed; install one of: {', '.join(VERSIONS)} (pip install sglang==VERSION)"
     if version not in VERSIONS:
         return f"SGLang {version} is not supported; install one of: {', '.join(VERSIONS)} (pip install sglang==VERSION)"
     return None
@@ -132,6 +138,33 @@ def signature_problem(wanted: Target) -> str | None:
 
 
 # ---- calls whose shape depends on the version ----
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise TailReplayError(message)
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """SGLang's parser and what it makes of argv (a --config file included). TailReplayError for an unknown flag."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(prog="sglang")
+    ServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    return parser, parser.parse_args(argv)
+
+
+def resolve_arguments(namespace: argparse.Namespace) -> Any:
+    """ServerArgs, with all that SGLang and its plugins do to them before a server starts."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    return ServerArgs.from_cli_args(namespace)
 
 
 def resolved_view(server_args: Any) -> Any:

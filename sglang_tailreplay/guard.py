@@ -7,12 +7,12 @@ before a model is loaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sglang_tailreplay import adapters, compat
 from sglang_tailreplay.config import BACKEND, TailReplayConfig
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -119,18 +119,13 @@ def is_active(server_args: Any) -> bool:
     return server_args.radix_cache_backend == BACKEND
 
 
+def refused_flags(server_args: Any) -> tuple[Refusal, ...]:
+    return tuple(refusal for refusal in REFUSALS if refusal.applies(server_args))
+
+
 def prepare(server_args: Any) -> None:
     """Before SGLang resolves its arguments: refuse what the user asked for and cannot have, set what must be set."""
-    problem = compat.version_problem()
-    if problem:
-        raise TailReplayError(f"tail_replay: {problem}")
-    if TailReplayConfig.from_environment().mode == "off":
-        raise TailReplayError(
-            "tail_replay: mode 'off' means SGLang's own cache: start without --radix-cache-backend tail_replay"
-        )
-    for refusal in REFUSALS:
-        if refusal.applies(server_args):
-            raise TailReplayError(f"tail_replay: {refusal.flag}: {refusal.why}. Leave this flag out, {_OFF}.")
+    _raise_if(_problems_before(server_args))
     # 'auto' would choose extra_buffer, which stores states, or turn overlap scheduling off for no_buffer.
     server_args.mamba_radix_cache_strategy = "no_buffer"
     server_args.page_size = 1
@@ -142,33 +137,51 @@ def check(server_args: Any) -> None:
     """After SGLang has resolved its arguments: refuse what defaults and the model led to."""
     if server_args.model_path.lower() in ("none", "dummy"):
         return
-    architecture = (server_args.get_model_config().hf_config.architectures or ["a model without architecture"])[0]
-    if architecture not in adapters.ARCHITECTURES:
-        raise TailReplayError(
-            f"tail_replay: --model-path {server_args.model_path}: {architecture} is no hybrid model that Tail-Replay "
-            f"knows. Use one of {', '.join(adapters.ARCHITECTURES)}, {_OFF}."
-        )
-    view = compat.resolved_view(server_args)
-    if view.disable_radix_cache or view.enable_deterministic_inference:
-        raise TailReplayError(
-            "tail_replay: some other flag led SGLang to --disable-radix-cache or --enable-deterministic-inference; "
-            f"leave it out, {_OFF}."
-        )
-    if view.page_size != 1:
-        raise TailReplayError(f"tail_replay: --page-size resolved to {view.page_size}; give --page-size 1, {_OFF}.")
-    if view.attention_backend == "trtllm_mha":
-        raise TailReplayError(
-            f"tail_replay: --attention-backend trtllm_mha needs larger pages; choose flashinfer or triton, {_OFF}."
-        )
+    _raise_if(_problems_after(server_args))
     graphs = server_args.cuda_graph_config
-    if graphs.decode.backend not in DECODE_GRAPHS:
-        raise TailReplayError(
-            f"tail_replay: --cuda-graph-config asks for decode backend {graphs.decode.backend!r}; hidden states are "
-            f"captured inside 'full' graphs only. Leave it out, {_OFF}."
-        )
     if graphs.prefill.backend not in PREFILL_GRAPHS:
         logger.warning(
             "tail_replay: prefill CUDA graphs are off: hidden states are not captured inside %r graphs",
             graphs.prefill.backend,
         )
         graphs.prefill.backend = "disabled"
+
+
+def _raise_if(problems: Iterable[str]) -> None:
+    found = [f"tail_replay: {problem}" for problem in problems]
+    if found:
+        raise Refused(found)
+
+
+def _problems_before(server_args: Any) -> Iterator[str]:
+    problem = compat.version_problem()
+    if problem:
+        yield problem
+    if TailReplayConfig.from_environment().mode == "off":
+        yield "mode 'off' means SGLang's own cache: start without --radix-cache-backend tail_replay"
+    for refusal in refused_flags(server_args):
+        yield f"{refusal.flag}: {refusal.why}. Leave this flag out, {_OFF}."
+
+
+def _problems_after(server_args: Any) -> Iterator[str]:
+    architecture = (server_args.get_model_config().hf_config.architectures or ["a model without architecture"])[0]
+    if architecture not in adapters.ARCHITECTURES:
+        yield (
+            f"--model-path {server_args.model_path}: {architecture} is no hybrid model that Tail-Replay "
+            f"knows. Use one of {', '.join(adapters.ARCHITECTURES)}, {_OFF}."
+        )
+    view = compat.resolved_view(server_args)
+    if view.disable_radix_cache or view.enable_deterministic_inference:
+        yield (
+            "some other flag led SGLang to --disable-radix-cache or --enable-deterministic-inference; "
+            f"leave it out, {_OFF}."
+        )
+    if view.page_size != 1:
+        yield f"--page-size resolved to {view.page_size}; give --page-size 1, {_OFF}."
+    if view.attention_backend == "trtllm_mha":
+        yield f"--attention-backend trtllm_mha needs larger pages; choose flashinfer or triton, {_OFF}."
+    if server_args.cuda_graph_config.decode.backend not in DECODE_GRAPHS:
+        yield (
+            f"--cuda-graph-config asks for decode backend {server_args.cuda_graph_config.decode.backend!r}; hidden "
+            f"states are captured inside 'full' graphs only. Leave it out, {_OFF}."
+        )

@@ -112,6 +112,11 @@ def planned_pool(server_args: Any, kvcache: HybridLinearKVPool, free_bytes: int)
     """The pool that HiCache will allocate; TailReplayError if it does not fit into free_bytes of host memory."""
     pool = kvcache.full_kv_pool
     token_bytes = 2 * pool.head_num * pool.head_dim * pool.layer_num * pool.store_dtype.itemsize
+    return pool_of(server_args, token_bytes, pool.size, free_bytes)
+
+
+def pool_of(server_args: Any, token_bytes: int, kv_slots: int, free_bytes: int) -> HostPool:
+    """The same from the bytes of a token's KV and the number of KV slots on the device."""
     if server_args.hicache_size > 0:
         setting, tokens = (
             f"--hicache-size {server_args.hicache_size}",
@@ -119,7 +124,7 @@ def planned_pool(server_args: Any, kvcache: HybridLinearKVPool, free_bytes: int)
         )
     else:
         setting = f"--hicache-ratio {server_args.hicache_ratio:g}"
-        tokens = int(pool.size * server_args.hicache_ratio)
+        tokens = int(kv_slots * server_args.hicache_ratio)
     if tokens * token_bytes >= free_bytes:
         raise TailReplayError(
             f"tail_replay: {setting} takes {tokens * token_bytes / GIB:.1f} GiB of host memory for KV, but "

@@ -55,14 +55,19 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def prepare(argv: list[str]) -> list[str]:
+    """SGLang's arguments on this machine; its environment is set for the server. TailReplayError for a bad setting."""
+    arguments = translate(argv, os.environ)
+    if not has_cuda():
+        cpu.activate()
+        arguments += cpu.default_arguments(arguments, free_host_bytes())
+    return arguments
+
+
 def main(argv: list[str]) -> None:
     try:
         check_entry_point()
-        arguments = translate(argv, os.environ)
-        if not has_cuda():
-            cpu.activate()
-            arguments += cpu.default_arguments(arguments, free_host_bytes())
-        _launch(arguments)
+        _launch(prepare(argv))
     except TailReplayError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

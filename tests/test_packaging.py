@@ -62,3 +62,9 @@ def test_the_installed_entry_point_is_the_plugin():
     installed = [e for e in entry_points(group="sglang.srt.plugins") if e.name == declared[0]]
     assert {e.value for e in installed} == {declared[1]}
     assert callable(installed[0].load())
+
+
+def test_the_installed_command_is_the_declared_one():
+    (declared,) = PROJECT["project"]["scripts"].items()
+    (installed,) = [e for e in entry_points(group="console_scripts") if e.name == declared[0]]
+    assert installed.value == declared[1] and callable(installed.load())

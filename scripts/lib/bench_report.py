@@ -1,5 +1,5 @@
 """What bench_ttft's samples add up to: cells beside their bounds and the paper's, verdicts, the JSON document. Standard
-library and cost.py only."""
+library and sglang_tailreplay.cost only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import paper
 from bench_plan import ENGINES
-from cost import Shape, Speeds, bound
 from report import section_result, spread
+
+from sglang_tailreplay.cost import Shape, Speeds, bound
 
 NEEDED, NEEDED_SHORTEST = 1.5, 2.0  # of the paper's speed-up: in every cell, and in those of the shortest prefix
 

@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,11 +34,13 @@ import bench_print
 import bench_report
 import engine_process
 import paper
-from arguments import SCRIPTS, add_common, model_config, model_folder, names, numbers, python_path, settings
+from arguments import add_common, model_config, model_folder, names, numbers, python_path, settings
 from bench_plan import BenchPlan, Estimates, Kind, Sizes
-from cost import Speeds
 from measure import ENGINE_ARGS
 from origin import origin
+
+from sglang_tailreplay import speed
+from sglang_tailreplay.cost import Speeds
 
 ALL = tuple(bench_plan.ENGINES)
 SECTIONS = tuple(section for section in bench_plan.SECTIONS if section != "trace")
@@ -146,12 +147,11 @@ def speeds_of(options: argparse.Namespace) -> Speeds | None:
     """Given, or measured; None, with a word, on a machine that can measure none."""
     if options.tflops is not None:
         return Speeds(options.tflops, options.link_gbs, "given")
-    command = [sys.executable, str(SCRIPTS / "lib" / "speed.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        print(f"no bounds: {done.stderr.strip().splitlines()[-1:]}; give --tflops and --link-gbs", flush=True)
+    try:
+        return speed.measured()
+    except RuntimeError as error:
+        print(f"no bounds: {error}; give --tflops and --link-gbs", flush=True)
         return None
-    return Speeds(**json.loads(done.stdout), origin="measured")
 
 
 def main() -> int:

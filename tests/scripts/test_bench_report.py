@@ -7,7 +7,8 @@ import bench_report
 import bench_ttft
 import plot
 import pytest
-from cost import Shape, Speeds
+
+from sglang_tailreplay.cost import Shape, Speeds
 
 CONFIG = {
     "hidden_size": 1000,

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from cost import Shape, Speeds, bound
 
-SHAPES = Path(__file__).resolve().parents[2] / "scripts" / "shapes"
+from sglang_tailreplay.cost import Shape, Speeds, bound
+
+SHAPES = Path(__file__).resolve().parents[1] / "scripts" / "shapes"
 # Two groups: layers 0 and 1 before the first attention layer, 3 after it; the last attention layer has none.
 TINY = {
     "hidden_size": 10,
@@ -35,6 +36,19 @@ def test_a_groups_last_layer_is_its_state_only_when_skipped():
     shape = Shape.from_config(TINY)
     assert shape.replay_flops(1, skip=True) == 2416 + 632 + 632
     assert shape.replay_flops(7, skip=False) == 7 * 3 * 2416
+
+
+def test_operations_of_a_prefill_by_hand():
+    shape = Shape.from_config(TINY)
+    # two attention layers: q and output 10 x 10 each, k and v 10 x 5 each, FFN as above
+    attention = 2 * 10 * (10 + 10 + 5 + 5) + 3 * 2 * 10 * 20
+    assert shape.attention_flops() == attention
+    per_token = 3 * 2416 + 2 * attention
+    assert shape.prefill_flops(0, 1) == per_token + 2 * 4 * 2 * 5
+    # tokens 2 and 3 see 3 and 4 tokens
+    assert shape.prefill_flops(2, 4) == 2 * per_token + 2 * 4 * 2 * 5 * (3 + 4)
+    gated = Shape.from_config(TINY | {"attn_output_gate": True})
+    assert gated.attention_flops() == attention + 2 * 10 * 10
 
 
 def test_bytes_by_hand():

@@ -1,18 +1,31 @@
 """What this GPU reaches: prints {"tflops", "link_gbs"} as JSON. A process of its own, so that its memory is free again.
 
-python speed.py
+python -m sglang_tailreplay.speed
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 
+from sglang_tailreplay.cost import Speeds
+
 SIZE = 8192  # of the square bf16 matrices
 COPY_BYTES = 2**30
+
+
+def measured(seconds: float = 120) -> Speeds:
+    """Of the current GPU. RuntimeError, with the last line that the measuring process wrote, where there is none."""
+    command = [sys.executable, "-m", "sglang_tailreplay.speed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
+    return Speeds(**json.loads(done.stdout), origin="measured")
 
 
 def best_seconds(run: Callable[[], object], times: int = 10) -> float:

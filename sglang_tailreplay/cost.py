@@ -1,4 +1,4 @@
-"""The least that a hit has to compute and to move, from a model's config.json: what a measured time is held against.
+"""The least that a prefill or a hit computes and moves, from a model's config.json: what times are held against.
 
 Counted are the floating-point operations of matrix products, convolutions and the gated delta rule in its recurrent
 form (chunked kernels compute more), and the bytes of rows and KV. Norms, activations and launches count nothing."""
@@ -21,6 +21,8 @@ class Shape:
     hidden: int
     ffn: int
     attention_layers: int
+    heads: int
+    attention_gate: bool  # the query projection makes a gate of the same size too
     kv_heads: int
     head_dim: int
     key_heads: int
@@ -40,6 +42,8 @@ class Shape:
             hidden=config["hidden_size"],
             ffn=config["intermediate_size"],
             attention_layers=sum(kind == FULL_ATTENTION for kind in kinds),
+            heads=config["num_attention_heads"],
+            attention_gate=bool(config.get("attn_output_gate")),
             kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             key_heads=config["linear_num_key_heads"],
@@ -73,7 +77,20 @@ class Shape:
         read_out = 2 * self._values * self.key_dim
         return self.state_flops() + query + gate_and_output + read_out + 6 * self.hidden * self.ffn
 
-    # -------------------------------------------------------------------------------------------------- a hit
+    def attention_flops(self) -> int:
+        """A full-attention layer but for its scores: query (and gate), k, v, output projection, FFN."""
+        width = self.heads * self.head_dim
+        projected = width * (3 if self.attention_gate else 2) + 2 * self.kv_heads * self.head_dim
+        return 2 * self.hidden * projected + 6 * self.hidden * self.ffn
+
+    # --------------------------------------------------------------------------------------- a prefill, a hit
+
+    def prefill_flops(self, matched: int, length: int) -> int:
+        """Tokens [matched, length) of a prompt, the rest being cached. The output head is left out."""
+        layers = sum(len(group.layers) for group in self.groups)
+        per_token = layers * self.layer_flops() + self.attention_layers * self.attention_flops()
+        pairs = (length * (length + 1) - matched * (matched + 1)) // 2  # a token attends to itself and what is before
+        return (length - matched) * per_token + self.attention_layers * 4 * self.heads * self.head_dim * pairs
 
     def replay_flops(self, tail: int, skip: bool = True) -> int:
         """Replaying `tail` tokens. With `skip` a group's last layer computes its state only."""
@@ -81,12 +98,20 @@ class Shape:
         states_only = len(self.groups) if skip else 0
         return tail * ((layers - states_only) * self.layer_flops() + states_only * self.state_flops())
 
+    def row_numbers(self) -> int:
+        """Of one token. Group 0 takes the token embedding and has no row."""
+        return sum(group.row != EMBEDDING for group in self.groups) * self.hidden
+
+    def kv_numbers(self) -> int:
+        """Of one token."""
+        return self.attention_layers * 2 * self.kv_heads * self.head_dim
+
     def row_bytes(self, tail: int) -> int:
-        """Rows of the tail, from the host. Group 0 takes the token embedding and has none."""
-        return tail * sum(group.row != EMBEDDING for group in self.groups) * self.hidden * BYTES
+        """Rows of the tail, from the host."""
+        return tail * self.row_numbers() * BYTES
 
     def kv_bytes(self, matched: int) -> int:
-        return matched * self.attention_layers * 2 * self.kv_heads * self.head_dim * BYTES
+        return matched * self.kv_numbers() * BYTES
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,217 @@
+"""doctor finds every problem before a start does, and its forecast is what a measured server did."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from sglang_tailreplay import cli, memory_plan
+from sglang_tailreplay.cost import Shape
+from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.memory_plan import GIB, NumberBytes
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = str(ROOT / "scripts" / "shapes" / "qwen3.5-4b")
+GPU = ("--assume-gpu-gb", "139", "--mem-fraction-static", "0.82", "--assume-host-gb", "300")
+SPEED = ("--tflops", "600", "--link-gbs", "50")
+
+
+def call(arguments: list[str], as_json: bool = True) -> dict | list:
+    """The report of one doctor and its exit code; the text where as_json is off."""
+    import contextlib
+    import io
+
+    from sglang_tailreplay import doctor
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = doctor.main([*arguments, *(["--json"] if as_json else [])])
+    return {**json.loads(out.getvalue()), "code": code} if as_json else [code, out.getvalue()]
+
+
+def call_with_a_changed_sglang(arguments: list[str]) -> dict:
+    from sglang_tailreplay import compat
+
+    table = compat.VERSIONS[compat.installed_version()]
+    table["forward"] = compat.Target(table["forward"].path, ("self", "renamed"))
+    table["mix"] = compat.Target("sglang.srt.managers.schedule_batch.ScheduleBatch.gone", ())
+    return call(arguments)
+
+
+def problems(report: dict) -> list[str]:
+    return [text for level, text in report["findings"] if level == "problem"]
+
+
+def test_a_good_start(sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *GPU, *SPEED])
+    assert problems(report) == [] and report["code"] == 0 and report["starts"]
+    memory = dict(map(tuple, report["sections"]["memory"]))
+    assert "tokens of 32,768 bytes" in memory["KV"] and "tokens of 35,840 bytes" in memory["rows on the host"]
+    costs = [text for _, text in report["sections"]["a hit costs at least"]]
+    # 410 and 1,639 tokens of 3.947 GFLOP, and of 35,840 bytes
+    assert "replay of 410 tokens 2.7, their rows 0.3 " in costs[1]
+    assert "replay of 1,639 tokens 10.8, their rows 1.2 " in costs[2]
+
+
+def test_all_problems_are_named_at_once_and_memory_is_still_told(sandbox):
+    flags = ["--page-size", "16", "--tp", "2", "--enable-lora", "--tail-replay-ratio", "0.1"]
+    report = sandbox(call, ["--model-path", SHAPE, *GPU, *flags])
+    named = [problem.split(":")[1].strip() for problem in problems(report)]
+    assert named == ["--page-size", "--tensor-parallel-size", "--enable-lora"]
+    assert all("--tail-replay-mode off" in problem for problem in problems(report))
+    assert report["code"] == 1 and not report["starts"] and report["sections"]["memory"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--tail-replay-ratio", "2"], "the replay ratio must be a number in (0, 1]"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--radix-cache-backend", "lru"], "--radix-cache-backend is this launcher's choice"),
+        (["--assume-gpu-gb", "8"], "--mem-fraction-static 0.8 is 6.4 GiB here, and the weights alone take about 7.8"),
+        ([*GPU, "--max-mamba-cache-size", "2300"], "weights and 2300 state slots"),
+        (
+            [*GPU, "--assume-host-gb", "50", "--tail-replay-host-gb", "60"],
+            "--tail-replay-host-gb 60 does not fit: 50.0",
+        ),
+        ([*GPU, "--assume-host-gb", "50", "--enable-hierarchical-cache"], "--hicache-ratio 2 takes"),
+    ],
+    ids=str,
+)
+def test_one_problem(flags, said, sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *flags])
+    (problem,) = problems(report)
+    assert said in problem and report["code"] == 1
+
+
+def test_a_model_that_is_no_hybrid(sandbox, tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = problems(sandbox(call, ["--model-path", str(tmp_path)]))
+    assert "LlamaForCausalLM is no hybrid model" in problem
+
+
+@pytest.mark.parametrize("folder, said", [("empty", "has no config.json"), ("none", "there is no such folder")])
+def test_a_folder_without_a_model(folder, said, sandbox, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (problem,) = problems(sandbox(call, ["--model-path", str(tmp_path / folder)]))
+    assert said in problem
+
+
+def test_an_sglang_that_cannot_be_hooked(sandbox):
+    found = problems(sandbox(call_with_a_changed_sglang, ["--model-path", SHAPE, *GPU]))
+    assert len(found) == 2 and "ModelRunner.forward takes" in found[0] + found[1] and "gone" in found[0] + found[1]
+
+
+def test_a_plugin_that_is_kept_out(sandbox):
+    found = problems(sandbox(call, ["--model-path", SHAPE, *GPU], TAILREPLAY_DISABLE="1", SGLANG_PLUGINS="other"))
+    assert any("SGLANG_PLUGINS=other" in text for text in found) and any(
+        "TAILREPLAY_DISABLE=1" in text for text in found
+    )
+
+
+def test_fewer_rows_than_slots_is_a_note_that_says_what_would_do(sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *GPU[:4], "--assume-host-gb", "60"])
+    notes = [text for level, text in report["findings"] if level == "note"]
+    assert any("--tail-replay-host-gb 104 would hold all" in note for note in notes) and report["code"] == 0
+
+
+def test_off_is_stock_sglang(sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, "--tail-replay-mode", "off", "--page-size", "16"])
+    assert report["code"] == 0 and any("stock SGLang" in text for _, text in report["findings"])
+
+
+def test_the_text_ends_with_the_verdict(sandbox):
+    code, text = sandbox(call, ["--model-path", SHAPE, *GPU, "--page-size", "4"], False)
+    assert code == 1 and text.splitlines()[-1] == "It would NOT start: 1 problem."
+    assert "no GPU to measure; give --tflops and --link-gbs" in text
+
+
+def documented() -> list[str]:
+    pages = (ROOT / "README.md", ROOT / "docs" / "operating.md")
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines() if line.startswith("    ")]
+    return [line for line in lines if "sglang-tailreplay doctor" in line]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_documented_command(command, sandbox):
+    """As on a machine with a GPU. A name on a hub would be downloaded; the shape is the same."""
+    program, name, *arguments = shlex.split(command)
+    assert (Path(program).name, name) == ("sglang-tailreplay", "doctor")
+    arguments = [SHAPE if word in ("Qwen/Qwen3.5-4B", "scripts/shapes/qwen3.5-4b") else word for word in arguments]
+    assumed = [] if "--assume-gpu-gb" in arguments else ["--assume-gpu-gb", "139", "--assume-host-gb", "200"]
+    code, text = sandbox(call, [*arguments, *assumed], False)
+    refused = sum(word in ("--page-size", "--enable-lora") for word in arguments)
+    assert code == (1 if refused else 0)
+    assert text.splitlines()[-1] == (f"It would NOT start: {refused} problems." if refused else "It would start.")
+
+
+def test_there_are_documented_commands():
+    assert len(documented()) >= 4
+
+
+# ---- the arithmetic, against a measured server ----
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    document = json.loads((ROOT / "docs" / "results" / "h200-qwen3.5-4b.json").read_text())
+    engines = document["engines"]
+    return {name: engines[name]["sections"]["capacity"]["result"] for name in ("stock", "tail_replay")}
+
+
+def test_slots_are_those_of_a_measured_server(measured):
+    """Two numbers of the run go in: the memory that was divided (KV and 221 slots), and what the weights took."""
+    config = json.loads((Path(SHAPE) / "config.json").read_text())
+    shape, result = Shape.from_config(config), measured["tail_replay"]
+    slot = memory_plan.state_slot_bytes(shape, NumberBytes())
+    slots = result["settings"]["effective_max_running_requests_per_dp"]
+    weights = memory_plan.parameters(shape, config) * 2
+    assert weights == pytest.approx(result["memory_usage"]["weight"] * GIB, rel=0.02)
+    divided = int(result["memory_usage"]["kvcache"] * GIB) + (slots + 1) * slot
+    from sglang_tailreplay.runtime import choose_state_slots
+
+    assert choose_state_slots(None, divided, slot) == slots
+    plan = memory_plan.plan_device(
+        free=divided + weights, fraction=1, weights=weights, slot_bytes=slot, state_slots=slots,
+        kv_token=memory_plan.token_bytes(shape, NumberBytes()).kv, max_tokens=None,
+    )  # fmt: skip
+    assert plan.kv_slots == pytest.approx(result["max_total_num_tokens"], rel=0.001)
+
+
+def test_a_plan_accounts_for_every_byte():
+    plan = memory_plan.plan_device(
+        free=1000, fraction=0.5, weights=100, slot_bytes=10, state_slots=9, kv_token=7, max_tokens=None
+    )
+    assert (plan.states, plan.kv_slots) == (100, 42)  # 500 - 100 - 10 slots of 10 = 300 = 42 tokens and a rest
+    assert plan.weights + plan.states + plan.kv + plan.rest == plan.free
+    capped = memory_plan.plan_device(
+        free=1000, fraction=0.5, weights=100, slot_bytes=10, state_slots=9, kv_token=7, max_tokens=5
+    )
+    assert capped.kv_slots == 5
+    with pytest.raises(TailReplayError, match="no room for KV"):
+        memory_plan.plan_device(
+            free=1000, fraction=0.5, weights=395, slot_bytes=10, state_slots=9, kv_token=7, max_tokens=None
+        )
+
+
+# ---- the command ----
+
+
+def test_the_command_knows_its_commands(capsys):
+    assert cli.main([]) == 0 and cli.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {command} " in told for command in ("serve", "doctor"))
+    assert cli.main(["bench"]) == 2
+    assert "known are serve and doctor" in capsys.readouterr().err
+
+
+def test_serve_is_the_launcher(monkeypatch):
+    from sglang_tailreplay import launch_server
+
+    called = []
+    monkeypatch.setattr(launch_server, "main", called.append)
+    assert cli.main(["serve", "--model-path", "m"]) == 0
+    assert called == [["--model-path", "m"]]

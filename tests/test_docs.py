@@ -1,0 +1,94 @@
+"""Every command in the documentation runs, or is read by the program that it calls; every file it links to exists.
+
+A command is a line indented by four spaces in README.md or docs/. Programs under scripts/ are called without their
+first step, scripts/setup, which builds an environment."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Beginnings of commands that other tests run, or that only a machine with a model or a GPU can.
+ELSEWHERE = {
+    "scripts/setup": "every test runs in what it made",
+    "scripts/demo": "its servers are those of tests/serving",
+    ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/server.py",
+    ".venv/bin/python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
+    "SGLANG_TAILREPLAY=": "tests/serving/test_operation.py",
+    "sglang.Engine(": "tests/serving/test_operation.py",
+    "curl localhost:30000/generate": "tests/serving/test_operation.py",
+    '"text": ': "the body of that request",
+    "curl -s localhost:30000/metrics": "tests/serving/test_workloads.py",
+    "# [0, m-k)": "a picture",
+    "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
+    ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
+}
+
+
+def commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        fenced = False
+        for line in page.read_text().splitlines():
+            fenced ^= line.startswith("```")
+            if line.startswith("    ") and not fenced and line.strip():
+                found.append(line.strip())
+    return found
+
+
+def elsewhere(command: str) -> bool:
+    return any(command.startswith(beginning) for beginning in ELSEWHERE)
+
+
+HERE = [command for command in commands() if not elsewhere(command)]
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def test_the_list_of_exceptions_is_short_of_nothing_and_holds_nothing_else():
+    everything = commands()
+    assert [beginning for beginning in ELSEWHERE if not any(c.startswith(beginning) for c in everything)] == []
+    assert any("simulate" in command for command in HERE)
+    named = [ROOT / reason for reason in ELSEWHERE.values() if reason.startswith("tests/")]
+    assert [path for path in named if not path.exists()] == []
+
+
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/simulate")])
+def test_simulate(command, tmp_path):
+    arguments = [str(ROOT / word) if word.startswith("scripts/") else word for word in words(command)[1:]]
+    program = ROOT / "scripts" / "lib" / "simulate.py"
+    done = subprocess.run(
+        [sys.executable, program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "any token, no limits" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/workload")])
+def test_workload_options(command, monkeypatch):
+    """The workloads themselves run in tests/serving/test_workloads.py."""
+    for folder in ("lib", "workloads"):
+        monkeypatch.syspath_prepend(str(ROOT / "scripts" / folder))
+    options = importlib.import_module("run").parse(words(command)[1:])
+    assert options.url and options.workloads
+
+
+def test_every_command_has_a_test():
+    assert [command for command in HERE if not command.startswith(("scripts/simulate", "scripts/workload"))] == []
+
+
+def test_programs_and_files_that_pages_name_exist():
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        links = [page.parent / link for link in re.findall(r"\]\((?!http)([^)#]+)\)", text)]
+        named = [ROOT / name for name in re.findall(r"`((?:scripts|tests|docs|sglang_tailreplay)/[\w./-]+)`", text)]
+        missing += [f"{page.name}: {path}" for path in [*links, *named] if not path.exists()]
+    assert missing == []
