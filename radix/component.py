@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.mamba_component import MambaComponent
 from sglang.srt.mem_cache.unified_cache.components.tree_component import PrepareLoadBackResult, TreeComponent
 
+from sglang_tailreplay.radix.anchors import NodeAnchors
 from sglang_tailreplay.radix.boundary import usable_boundary
 from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, RowPool, RowSpan, no_rows
 
@@ -52,14 +53,16 @@ class TailReplayComponent(MambaComponent):
         self._mamba_pool_host = None
         self.mamba_max_states_per_path = -1
         self.pool = RowPool(0)
+        self.anchors = NodeAnchors(self.component_type, RowPool(0))
         self._holders: dict[int, UnifiedTreeNode] = {}
         self._requests: weakref.WeakSet[RequestRows] = weakref.WeakSet()
         self._orphans: deque[RequestRows] = deque()  # rows of requests that the garbage collector took
 
     # ---- rows of running requests ----
 
-    def set_pool(self, pool: RowPool) -> None:
+    def set_pool(self, pool: RowPool, anchors: RowPool | None = None) -> None:
         self.pool = pool
+        self.anchors.pool = anchors or RowPool(0)
 
     def track(self, req: Req) -> RequestRows:
         """The request's rows, made on first use. If the request object dies unreleased, its rows return to the pool."""
@@ -73,7 +76,13 @@ class TailReplayComponent(MambaComponent):
 
     def _release_orphans(self) -> None:
         while self._orphans:
-            self.pool.free(self._orphans.popleft().release())
+            self.release(self._orphans.popleft())
+
+    def release(self, rows: RequestRows, until: int | None = None) -> None:
+        """Take back a request's rows of the tokens before `until`, or all of them, and its anchors up to there."""
+        position = rows.end if until is None else until
+        self.pool.free(rows.release_until(position))
+        self.anchors.free(rows.take_anchors(-1, max(rows.anchors, default=0) if until is None else until))
 
     def alloc(self, n: int) -> np.ndarray:
         """[n] row ids. Where the store has no room the *first* are NO_ROW, so that the rows there are make a tail."""
@@ -155,6 +164,7 @@ class TailReplayComponent(MambaComponent):
         """Give the node, whose tokens are [begin, begin + len(key)) of an inserted request, the rows it lacks."""
         if rows is None:
             return
+        self.anchors.adopt(node, begin, rows)
         span = self.span(node)
         if span is None:
             span = RowSpan(no_rows(len(node.key)), rows.generation)
@@ -219,7 +229,7 @@ class TailReplayComponent(MambaComponent):
         rows = getattr(req, "tail_replay", None)
         if rows is not None:
             # An unfinished request was inserted up to its prefix; rows left below it are copies the tree did not need.
-            self.pool.free(rows.release() if is_finished else rows.release_until(len(req.prefix_indices)))
+            self.release(rows, None if is_finished else len(req.prefix_indices))
         if is_finished and req.mamba_pool_idx is not None:
             self.cache.req_to_token_pool.free_mamba_cache(req)
 
@@ -227,6 +237,7 @@ class TailReplayComponent(MambaComponent):
 
     def redistribute_on_node_split(self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode) -> None:
         super().redistribute_on_node_split(new_parent, child)
+        self.anchors.split(new_parent, child)
         span = self.span(child)
         if span is not None:
             self._set_span(new_parent, span.split(len(new_parent.key)))
@@ -236,11 +247,13 @@ class TailReplayComponent(MambaComponent):
         # The one hook that the tree calls for every node it removes.
         super().discard_deleted_session_leaf(node)
         self._drop_rows(node)
+        self.anchors.drop(node)
 
     def forget_nodes(self) -> None:
         """The tree was reset: every span is gone with its node."""
         for node in list(self._holders.values()):
             self._drop_rows(node)
+        self.anchors.drop_all()
 
     # ---- hooks of the tree: locks and tiers, which are FULL's business ----
 
@@ -282,3 +295,4 @@ class TailReplayComponent(MambaComponent):
         for node in self._holders.values():
             assert self.tree_core._node_arena.get(node.id) is node, f"node {node.id} is gone but holds rows"
         self.pool.check_invariants([*spans, *(rows.ids for rows in self._requests)])
+        self.anchors.check_invariants(self.tree_core._node_arena, self._requests)

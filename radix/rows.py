@@ -1,5 +1,7 @@
 """Who owns which row of the row store: a pool of row ids, the rows of a running request, the rows of a tree node.
 
+The same of anchors, recurrent states that were saved on the host: an anchor at position p is the state after p tokens.
+
 Pure integers, no torch. A *row* is one token's hidden states, one per group, in the pinned row store; its id is an
 index into that store. Every id is owned by exactly one of: the free list, one RequestRows (tokens computed, not yet in
 the tree), one RowSpan (the tokens of a tree node). Ownership moves, it is never shared, so rows live exactly as long as
@@ -9,6 +11,7 @@ the cached token they belong to, on whatever tier its KV is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +23,15 @@ def no_rows(n: int) -> np.ndarray:
     return np.full(n, NO_ROW, dtype=np.int64)
 
 
+class Anchor(NamedTuple):
+    """A saved state."""
+
+    id: int  # its place in the anchor store
+    generation: int  # replays behind it; 0: what a cold prefill computes
+
+
 class RowPool:
-    """The free list of a store of `capacity` rows."""
+    """The free list of a store of `capacity` rows, or anchors."""
 
     def __init__(self, capacity: int):
         if capacity < 0:
@@ -86,16 +96,25 @@ class RowSpan:
 class RequestRows:
     """The rows of the tokens [start, end) of a running request that the tree does not own yet.
 
-    Also carries what the answer reports: `boundary` (matched tokens), `replayed` and `generation` of what it computes.
+    Also carries its anchors by position, the `generation` of what it computes, and what the answer reports: `boundary`
+    (matched tokens), `replayed`, whether the replay began at an anchor, and `answer_generation`, the highest generation
+    behind any token of the answer: a retracted request may start over on better ground than its first tokens had.
     """
 
-    __slots__ = ("start", "_ids", "_len", "generation", "boundary", "replayed", "__weakref__")
+    __slots__ = (
+        *("start", "_ids", "_len", "generation", "answer_generation", "boundary", "replayed"),
+        *("anchored", "anchors", "last_anchor", "__weakref__"),
+    )
 
     def __init__(self, start: int = 0):
         self._ids = no_rows(64)
         self.generation = 0
+        self.answer_generation = 0
         self.boundary = 0
         self.replayed = 0
+        self.anchored = False
+        self.anchors: dict[int, Anchor] = {}
+        self.last_anchor = 0  # position of the newest anchor at or before its end, whoever owns it; 0: none
         self.restart(start)
 
     @property
@@ -139,6 +158,13 @@ class RequestRows:
             moved[lo - begin : hi - begin] = here
             here[:] = NO_ROW
         return moved
+
+    def take_anchors(self, begin: int, end: int) -> dict[int, Anchor]:
+        """Hand over the anchors at positions begin < p <= end."""
+        taken = {p: anchor for p, anchor in self.anchors.items() if begin < p <= end}
+        for position in taken:
+            del self.anchors[position]
+        return taken
 
     def release_until(self, position: int) -> np.ndarray:
         """Drop the tokens [start, position) and return their ids, for the pool."""

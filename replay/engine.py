@@ -39,9 +39,9 @@ class ReplayEngine:
         self.skip_last_ffn = skip_last_ffn
         self._table = SegmentTable(MAX_SEGMENTS, max_tokens // CHUNK + MAX_SEGMENTS, torch.device(device))
 
-    def plan(self, tails: Sequence[int]) -> tuple[Launch, ...]:
-        """The launches that replay tails of these lengths."""
-        return pack(tails, self.max_tokens, MAX_SEGMENTS)
+    def plan(self, tails: Sequence[int], seeded: Sequence[bool] | None = None) -> tuple[Launch, ...]:
+        """The launches that replay tails of these lengths, from zero or from the state in the slot (see `pack`)."""
+        return pack(tails, self.max_tokens, MAX_SEGMENTS, seeded)
 
     def input_buffer(self, number: int, launch: Launch) -> torch.Tensor | None:
         """Where the input [launch.tokens, d] of a group has to lie; None: anywhere."""
@@ -51,11 +51,11 @@ class ReplayEngine:
     def run(self, launches: Sequence[Launch], slots: torch.Tensor, inputs: Inputs) -> None:
         """Replays the launches of `plan`; hit i's states are those of slot slots[i].
 
-        `slots` is [hits] int32 on the model's device, no slot twice; the owner has zeroed their recurrent states on
-        the current stream. `inputs(number, launch)` gives h [launch.tokens, d] for the group of that number, the rows
-        of the launch's pieces one after another, to be overwritten; it is the place where the caller waits for the
-        fetched rows. It is called launch by launch, and within a launch group by group. Runs on the current stream and
-        never waits for the device.
+        `slots` is [hits] int32 on the model's device, no slot twice; on the current stream the owner has zeroed their
+        recurrent states, or put the states there that the tails continue. `inputs(number, launch)` gives h
+        [launch.tokens, d] for the group of that number, the rows of the launch's pieces one after another, to be
+        overwritten; it is the place where the caller waits for the fetched rows. It is called launch by launch, and
+        within a launch group by group. Runs on the current stream and never waits for the device.
         """
         hits = launches[-1].pieces[-1].hit + 1 if launches else 0
         if slots.shape != (hits,):

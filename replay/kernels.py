@@ -14,6 +14,7 @@ import triton.language as tl
 from sglang_tailreplay.replay.segments import CHUNK, Segments
 
 Tensor = torch.Tensor
+ROWS = 32  # tokens of a program of the convolution: with a whole chunk of them too few programs fit on the GPU at once
 
 
 def conv_heads(
@@ -36,13 +37,13 @@ def conv_heads(
     assert state.shape[1:] == (C, W - 1), tuple(state.shape)
     q = qkv.new_empty(T, H, K) if queries else None
     k, v = qkv.new_empty(T, H, K), qkv.new_empty(T, HV, V)
-    grid = (len(segments.chunks), 2 * H + HV)
+    grid = (len(segments.chunks) * (CHUNK // ROWS), 2 * H + HV)
     _conv_heads_kernel[grid](
         qkv, weight, state, q if queries else k, k, v,
         segments.cu, segments.slots, segments.continues, segments.chunks,
         qkv.stride(0), *state.stride(),
-        H=H, K=K, V=V, W=W, HV=HV, BW=triton.next_power_of_2(W - 1), BT=CHUNK, BD=triton.next_power_of_2(max(K, V)),
-        FIRST_HEAD=0 if queries else H, num_warps=4,
+        H=H, K=K, V=V, W=W, HV=HV, BW=triton.next_power_of_2(W - 1), CHUNK=CHUNK, BT=ROWS,
+        BD=triton.next_power_of_2(max(K, V)), FIRST_HEAD=0 if queries else H, num_warps=4,
     )  # fmt: skip
     return q, k, v
 
@@ -52,14 +53,14 @@ def _conv_heads_kernel(
     p_x, p_w, p_state, p_q, p_k, p_v, p_cu, p_slots, p_continues, p_chunks,
     token_stride, slot_stride, channel_stride, window_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, HV: tl.constexpr,
-    BW: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, FIRST_HEAD: tl.constexpr,
+    BW: tl.constexpr, CHUNK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, FIRST_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one head. The program of a segment's first chunk reads and writes the conv state."""
-    i_c, i_h = tl.program_id(0), tl.program_id(1)
+    """One program: BT tokens of a chunk, one head. A segment's first program reads and writes the conv state."""
+    i_c, i_h = tl.program_id(0) // (CHUNK // BT), tl.program_id(1)
     segment, chunk = tl.load(p_chunks + 2 * i_c), tl.load(p_chunks + 2 * i_c + 1)
     begin = tl.load(p_cu + segment)
     T = tl.load(p_cu + segment + 1) - begin
-    t0 = chunk * BT
+    t0 = chunk * CHUNK + tl.program_id(0) % (CHUNK // BT) * BT
     if t0 >= T:
         return
     size = tl.where(i_h < 2 * H, K, V)
@@ -71,7 +72,7 @@ def _conv_heads_kernel(
     x = p_x + begin.to(tl.int64) * token_stride + channels
     slot = tl.load(p_slots + segment).to(tl.int64)
     state = p_state + slot * slot_stride + channels * channel_stride
-    has_state = (chunk == 0) & (slot >= 0)
+    has_state = (t0 == 0) & (slot >= 0)
     continues = has_state & (tl.load(p_continues + segment) != 0)
 
     o_t = t0 + tl.arange(0, BT)

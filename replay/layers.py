@@ -15,7 +15,7 @@ class GdnLayer:
     """One GDN layer.
 
     `h [T, d]` is the residual stream in the model's dtype, `f [T, d]` what is still to be added to it: kernels add and
-    normalise in one pass. Tokens that belong to no segment hold anything, and whatever becomes of them is not read.
+    normalise in one pass. What becomes of tokens that belong to no segment is not read; `mix` gives numbers for them.
     """
 
     index: int

@@ -51,7 +51,9 @@ class Launch(NamedTuple):
         return sum(piece.length for piece in self.pieces)
 
 
-def pack(tails: Sequence[int], max_tokens: int, max_pieces: int | None = None) -> tuple[Launch, ...]:
+def pack(
+    tails: Sequence[int], max_tokens: int, max_pieces: int | None = None, seeded: Sequence[bool] | None = None
+) -> tuple[Launch, ...]:
     """Launches of at most max_tokens tokens and max_pieces pieces that cover every tail once. They must run in order.
 
     A tail is cut only where it is longer than the budget, at multiples of the budget, so where a hit is cut never
@@ -59,6 +61,7 @@ def pack(tails: Sequence[int], max_tokens: int, max_pieces: int | None = None) -
 
         # [0, max)  from zero      [max, 2*max)  continues      ...      [j*max, tail)  continues
 
+    `seeded[hit]`: the slot holds the state before the tail; the first piece continues it.
     Raises: ValueError for a budget or a tail below 1 (an empty tail would leave the slot's old state in place).
     """
     if max_tokens < 1:
@@ -70,8 +73,9 @@ def pack(tails: Sequence[int], max_tokens: int, max_pieces: int | None = None) -
         if tail < 1:
             raise ValueError(f"tail of hit {hit} must be at least 1 token, got {tail}")
         for start in range(0, tail, max_tokens):
-            piece = Piece(hit, start, min(start + max_tokens, tail), continues=start > 0)
-            if piece.length > room or piece.continues or len(open_pieces) == max_pieces:
+            continues = start > 0 or (seeded is not None and seeded[hit])
+            piece = Piece(hit, start, min(start + max_tokens, tail), continues)
+            if piece.length > room or start > 0 or len(open_pieces) == max_pieces:
                 launches.append(Launch(tuple(open_pieces)))
                 open_pieces, room = [], max_tokens
             open_pieces.append(piece)

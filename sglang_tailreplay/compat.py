@@ -43,8 +43,16 @@ _0_5_17 = {
     "pools_ready": Target(
         "sglang.srt.model_executor.model_runner.ModelRunner._init_post_memory_pool_components", ("self",)
     ),
-    "gdn_layer": Target(
+    "gdn_layer_qwen3_5": Target(
         "sglang.srt.models.qwen3_5.Qwen3_5LinearDecoderLayer.forward", ("self", "hidden_states", "residual")
+    ),
+    "gdn_layer_qwen3_next": Target(
+        "sglang.srt.models.qwen3_next.Qwen3HybridLinearDecoderLayer.forward",
+        ("self", "hidden_states", "residual", "captured_last_layer_outputs"),
+    ),
+    "gdn_layer_olmo_hybrid": Target(
+        "sglang_tailreplay.models.olmo_hybrid.OlmoHybridLinearDecoderLayer.forward",
+        ("self", "positions", "hidden_states", "forward_batch", "captured_last_layer_outputs"),
     ),
     "gdn_attention": Target(
         "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward",
@@ -238,3 +246,22 @@ def in_graph_capture() -> bool:
     from sglang.srt.model_executor.runner import get_is_capture_mode
 
     return get_is_capture_mode()
+
+
+def register_config(config_class: type) -> None:
+    """Let SGLang read config.json of this class's model_type through it, as it does with its own classes.
+
+    transformers' AutoConfig keeps the class it has, which its own models are found by.
+    """
+    from sglang.srt.utils.hf_transformers.common import _CONFIG_REGISTRY
+
+    _CONFIG_REGISTRY[config_class.model_type] = config_class
+
+
+def gdn_backend_class(model_config: Any) -> type:
+    """The attention backend that SGLang runs the model's GDN layers with."""
+    from sglang.srt.configs.linear_attn_model_registry import import_backend_class
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+
+    registered = model_config.linear_attn_registry_result
+    return import_backend_class(registered[0].backend_class_name) if registered else GDNAttnBackend

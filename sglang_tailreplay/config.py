@@ -41,6 +41,12 @@ def _check_count(key: str, value: Any, least: int) -> None:
         raise _refuse(key, value, f"must be a whole number of at least {least}")
 
 
+def _check_size(key: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):
+        raise _refuse(key, value, "must be a positive number of GiB")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TailReplayConfig:
     """Validates itself; TailReplayError names the bad key."""
@@ -50,6 +56,8 @@ class TailReplayConfig:
     min_tokens: int = 64  # k_min: never replay less, unless the prefix is shorter
     max_tokens: int | None = None  # k_max: never replay more
     host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
+    anchor_interval: int = 0  # save a state on the host about every so many tokens, at ends of passes; 0: none
+    anchor_gb: float | None = None  # size of the anchor store; None: one per interval, at most 1/8 of the free memory
     overlap: bool = True  # replay and copies on their own streams; off: one after the other (ablation)
     skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
     graphs: bool = True  # launch replays as captured CUDA graphs (off: kernel by kernel)
@@ -62,10 +70,9 @@ class TailReplayConfig:
         _check_count("min_tokens", self.min_tokens, CONV_WIDTH)
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens, self.min_tokens)
-        if self.host_gb is not None and not (
-            isinstance(self.host_gb, int | float) and not isinstance(self.host_gb, bool) and 0 < self.host_gb < math.inf
-        ):
-            raise _refuse("host_gb", self.host_gb, "must be a positive number of GiB")
+        _check_count("anchor_interval", self.anchor_interval, 0)
+        for key in ("host_gb", "anchor_gb"):
+            _check_size(key, getattr(self, key))
         for key in SWITCHES:
             if not isinstance(getattr(self, key), bool):
                 raise _refuse(key, getattr(self, key), "must be true or false")
@@ -102,6 +109,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("min_tokens", type=int, help="replay at least this many tokens (default 64)")
     add("max_tokens", type=int, help="replay at most this many tokens (default: no limit)")
     add("host_gb", type=float, help="GiB of host memory for rows (default: fits all KV slots, at most half of free)")
+    add("anchor_interval", type=int, help="save a state every so many tokens, at ends of passes (default 0: none)")
+    add("anchor_gb", type=float, help="GiB of host memory for states (default: one per interval, at most 1/8 of free)")
     for flag, key, text in (
         ("no-overlap", "overlap", "replay, row copies and forward passes one after the other"),
         ("no-skip", "skip", "compute the whole last layer of every group"),

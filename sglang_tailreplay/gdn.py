@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang_tailreplay import compat
 from sglang_tailreplay.replay.segments import CHUNK, Segments
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class KernelCore:
         return gated_norm(o, z, norm.weight, norm.eps, sigmoid_gate=norm.activation == "sigmoid")
 
     def attend(self, layer: RadixLinearAttention, qkv: Tensor, b: Tensor, a: Tensor, segments: Segments) -> Tensor:
-        """o [T, HV, V]; undefined for tokens of no segment."""
+        """o [T, HV, V]; zero for tokens of no segment."""
         return self._delta_rule(layer, *self._prepare(layer, qkv, b, a, segments, queries=True), segments)
 
     def state(self, layer, qkv, b, a, segments):
@@ -123,12 +124,13 @@ def _chunk_states(
 
 
 def _chunk_outputs(q: Tensor, k: Tensor, u: Tensor, h: Tensor, g: Tensor, segments: Segments) -> Tensor:
-    """o [1, T, HV, V]; undefined for tokens of no segment. SGLang's chunk_fwd_o, with the segments' own chunks."""
+    """o [1, T, HV, V]; zero for tokens of no segment. SGLang's chunk_fwd_o, with the segments' own chunks."""
     import triton
     from sglang.kernels.ops.attention.fla.chunk_o import chunk_fwd_kernel_o
 
     (_, T, H, K), (HV, V) = q.shape, u.shape[2:]
-    o = torch.empty_like(u)
+    # Not empty: experts are chosen for every token of a graph, and a router must not see what memory happens to hold.
+    o = torch.zeros_like(u)
     chunk_fwd_kernel_o[lambda meta: (triton.cdiv(V, meta["BV"]), len(segments.chunks), HV)](
         q, k, u, h, g, o, segments.cu, segments.chunks, K**-0.5,
         T=T, H=HV, Hg=H, K=K, V=V, BT=CHUNK, BK=128, BV=64, USE_G=True, IS_VARLEN=True, num_warps=4, num_stages=2,
@@ -137,13 +139,14 @@ def _chunk_outputs(q: Tensor, k: Tensor, u: Tensor, h: Tensor, g: Tensor, segmen
 
 
 class BackendCore:
-    """SGLang's GDNAttnBackend. The model runner's own one holds the metadata of the forward pass that is being
-    prepared; a second one shares its pools and kernels, not its metadata."""
+    """SGLang's GDNAttnBackend, or what the model has in its place.
+
+    The model runner's own one holds the metadata of the forward pass that is being prepared; a second one shares its
+    pools and kernels, not its metadata.
+    """
 
     def __init__(self, model_runner: ModelRunner):
-        from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-
-        self._backend = GDNAttnBackend(model_runner)
+        self._backend = compat.gdn_backend_class(model_runner.model_config)(model_runner)
 
     def output(self, layer, norm, qkv, z, b, a, segments):
         o = self._extend(layer, qkv, b, a, segments)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from sglang_tailreplay import compat
+from sglang_tailreplay import adapters, compat
 from sglang_tailreplay.config import BACKEND, TailReplayConfig
 from sglang_tailreplay.errors import Refused
 
@@ -25,7 +25,6 @@ PREFILL_GRAPH_SIZES = (
     *(2, *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32)),
     *(*range(576, 1025, 64), *range(1280, 2049, 256)),
 )
-ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _OFF = "or choose SGLang's own cache with --tail-replay-mode off"
 
 
@@ -44,6 +43,18 @@ REFUSALS = (
     Refusal(lambda a: a.tp_size > 1, "--tensor-parallel-size", "rows are not sharded over ranks yet"),
     Refusal(lambda a: a.pp_size > 1, "--pipeline-parallel-size", "a group may not be cut by a pipeline stage"),
     Refusal(lambda a: a.enable_dp_attention, "--enable-dp-attention", "a replay would run collectives of its own"),
+    Refusal(lambda a: a.moe_a2a_backend != "none", "--moe-a2a-backend", "a replay would run collectives of its own"),
+    Refusal(lambda a: a.enable_eplb, "--enable-eplb", "a replay would be counted as load of the experts"),
+    Refusal(
+        lambda a: a.expert_distribution_recorder_mode is not None,
+        "--expert-distribution-recorder-mode",
+        "a replay would be counted as load of the experts",
+    ),
+    Refusal(
+        lambda a: a.enable_return_routed_experts,
+        "--enable-return-routed-experts",
+        "a replay would be taken for the request's own tokens",
+    ),
     Refusal(lambda a: a.ep_size > 1, "--expert-parallel-size", "a replay would run collectives of its own"),
     Refusal(lambda a: a.dcp_size > 1, "--dcp-size", "a token's KV would lie on several ranks"),
     Refusal(lambda a: a.enable_prefill_cp, "--enable-prefill-cp", "a token's hidden state would lie on another rank"),
@@ -154,10 +165,10 @@ def _problems_before(server_args: Any) -> Iterator[str]:
 
 def _problems_after(server_args: Any) -> Iterator[str]:
     architecture = (server_args.get_model_config().hf_config.architectures or ["a model without architecture"])[0]
-    if architecture not in ARCHITECTURES:
+    if architecture not in adapters.ARCHITECTURES:
         yield (
             f"--model-path {server_args.model_path}: {architecture} is no hybrid model that Tail-Replay "
-            f"knows. Use one of {', '.join(ARCHITECTURES)}, {_OFF}."
+            f"knows. Use one of {', '.join(adapters.ARCHITECTURES)}, {_OFF}."
         )
     view = compat.resolved_view(server_args)
     if view.disable_radix_cache or view.enable_deterministic_inference:

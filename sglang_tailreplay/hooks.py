@@ -6,6 +6,7 @@ installed in the scheduler process when it is. A hook that cannot be attached st
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def forward(original: Callable, model_runner: Any, forward_batch: Any, *args: An
         raise
     pending = getattr(forward_batch, _STEP, None)
     assert pending is None or not pending.hits, "a batch with cached prefixes ran without its replay"
-    state.forward_ended(output.can_run_graph)
+    state.forward_ended(output.can_run_graph, pending)
     return output
 
 
@@ -198,7 +199,7 @@ def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
     step = getattr(forward_batch, _STEP, None)
     if step is not None and step.hits:
         state.replay(step.hits)
-        setattr(forward_batch, _STEP, scheduling.Step(step.rows))
+        setattr(forward_batch, _STEP, dataclasses.replace(step, hits=()))
 
 
 # ---- serving hooks: reporting ----
@@ -222,7 +223,9 @@ SERVING = (
     Hook("mix", "after", mix),
     Hook("carry", "after", carry),
     Hook("forward", "around", forward),
-    Hook("gdn_layer", "around", capture_layer),
+    Hook("gdn_layer_qwen3_5", "around", capture_layer),
+    Hook("gdn_layer_qwen3_next", "around", capture_layer),
+    Hook("gdn_layer_olmo_hybrid", "around", capture_layer),
     Hook("states_cleared", "after", states_cleared),
     Hook("gdn_attention", "around", attend_in_graph),
     Hook("prefill_graph_capture", "before", prefill_graph_capture),

@@ -41,8 +41,7 @@ class Metrics:
             counter.labels(**self._labels, **labels)
 
     def admitted(self, admission: Admission) -> None:
-        kind = "replayed" if admission.replayed else "zero" if admission.matched else "cold"
-        self._requests.labels(**self._labels, kind=kind).inc()
+        self._requests.labels(**self._labels, kind=_kind(admission)).inc()
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
@@ -55,6 +54,12 @@ class Metrics:
 
     def seconds(self, stage: str, seconds: float) -> None:
         self._seconds.labels(**self._labels, stage=stage).observe(seconds)
+
+
+def _kind(admission: Admission) -> str:
+    if admission.anchored:
+        return "anchored"
+    return "replayed" if admission.replayed else "zero" if admission.matched else "cold"
 
 
 class Stopwatch:

@@ -30,12 +30,24 @@ def register() -> None:
     if os.environ.get(DISABLE) == "1" or BACKEND in registry.registered_radix_cache_backends():
         return
     registry.register_radix_cache_backend(BACKEND, _create_cache)
+    _register_models()
     try:
         _install_entry_hooks()
     except TailReplayError as error:
         _refuse_when_chosen(str(error))
     except Exception as error:  # whatever it is, nobody but the users of this backend should see it
         _refuse_when_chosen(f"tail_replay: the plugin failed to load: {type(error).__name__}: {error}")
+
+
+def _register_models() -> None:
+    """Models that SGLang lacks need none of this project's caches, and a stock SGLang must not suffer for them."""
+    from sglang_tailreplay import compat, models
+
+    try:
+        if compat.version_problem() is None:
+            models.register()
+    except Exception as error:
+        logger.warning("tail_replay: OLMo-Hybrid is not available: %s: %s", type(error).__name__, error)
 
 
 def _install_entry_hooks() -> None:

@@ -18,6 +18,7 @@ from sglang_tailreplay.replay.groups import EMBEDDING
 from sglang_tailreplay.replay.tail import Launch
 
 if TYPE_CHECKING:
+    from sglang_tailreplay.anchor_store import AnchorStore
     from sglang_tailreplay.cuda_streams.gates import Gate
     from sglang_tailreplay.cuda_streams.lanes import Event, Lanes
     from sglang_tailreplay.cuda_streams.mover import Fetched, RowMover
@@ -34,6 +35,7 @@ class Replayer:
         lanes: Lanes,
         stopwatch: Stopwatch,
         gates: Sequence[Gate] = (),
+        anchors: AnchorStore | None = None,
         poison: bool = False,
     ):
         """`gates`: one per group, opened when the group's states are there; none where nobody waits for them.
@@ -45,6 +47,7 @@ class Replayer:
         self.lanes = lanes
         self.stopwatch = stopwatch
         self.gates = gates
+        self.anchors = anchors
         self.poison = poison
         self._replayed: Event | None = None
         self.free: dict[int, Event] = {}  # address of an input buffer -> after its last replay
@@ -55,15 +58,31 @@ class Replayer:
 
         `wait` must follow before anything on the current stream reads them.
         """
-        launches = self.engine.plan([len(hit.rows) for hit in hits])
+        seeds = [(i, hit.anchor) for i, hit in enumerate(hits) if hit.anchor is not None]
+        fetched = self.anchors.fetch([anchor for _, anchor in seeds]) if seeds else None
+        tailed = [hit for hit in hits if len(hit.rows)]
+        # Made on this stream, before the mark.
+        tail_slots = slots if len(tailed) == len(hits) else _slots_of(tailed)
+        seed_slots = slots if len(seeds) == len(hits) else _slots_of([hits[i] for i, _ in seeds])
         cleared = self.lanes.mark_current("slots cleared")
-        inputs = _Inputs(self, hits, launches, slots.device)
         with self.lanes.replay.after(cleared):
-            self.lanes.replay.reads(slots)
+            self.lanes.replay.reads(slots, tail_slots, seed_slots)
+            if fetched is not None:
+                self.anchors.restore(fetched, seed_slots)
             with self.stopwatch.measure("replay"):
-                self.engine.run(launches, slots, inputs)
-            inputs.close()
+                self._replay(tailed, tail_slots)
             self._replayed = self.lanes.replay.record("states replayed")
+
+    def _replay(self, hits: Sequence[Hit], slots: torch.Tensor) -> None:
+        """On the replay lane; every hit has a tail. Opens the gates."""
+        if not hits:
+            for gate in self.gates:
+                gate.open(self.lanes.replay)
+            return
+        launches = self.engine.plan([len(hit.rows) for hit in hits], [hit.anchor is not None for hit in hits])
+        inputs = _Inputs(self, hits, launches, slots.device)
+        self.engine.run(launches, slots, inputs)
+        inputs.close()
 
     @property
     def pending(self) -> bool:
@@ -168,6 +187,11 @@ class _Inputs:
                 out=out[None] if out is not None else None,
                 after=(free,) if free is not None else (),
             )[0]
+
+
+def _slots_of(hits: Sequence[Hit]) -> torch.Tensor:
+    """State slots [hits] int32."""
+    return torch.stack([hit.slot for hit in hits]).to(torch.int32) if hits else torch.empty(0, dtype=torch.int32)
 
 
 def _gather(launch: Launch, per_hit: Sequence[np.ndarray]) -> np.ndarray:

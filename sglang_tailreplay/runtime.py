@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tailreplay import adapters, compat, self_check
+from sglang_tailreplay.anchor_store import AnchorStore, choose_anchors, state_bytes
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
@@ -64,6 +65,7 @@ class Runtime:
         self._model: adapters.HybridModel | None = None
         self._store: RowStore | None = None
         self._mover: RowMover | None = None
+        self.anchors: AnchorStore | None = None
         self._lanes: Lanes | None = None
         self._gates: tuple[Gate, ...] = ()
         self._replayer: Replayer | None = None
@@ -86,6 +88,7 @@ class Runtime:
             return
         shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
         kv_slots, free_bytes = self._room_for_rows(model_runner)
+        anchors, free_bytes = self._room_for_anchors(model_runner, kv_slots, free_bytes)
         capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
         self._store = RowStore(shape, capacity, kv_slots)
         # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
@@ -93,6 +96,8 @@ class Runtime:
         self._gates = make_gates(len(model.groups), self._lanes, device)
         self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device)
+        if anchors:
+            self.anchors = AnchorStore(model_runner.req_to_token_pool.mamba_pool, anchors, self._lanes)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
@@ -121,13 +126,24 @@ class Runtime:
         host = host_tier.planned_pool(self.server_args, allocator.get_kvcache(), free_bytes)
         return allocator.size + host.tokens, free_bytes - host.bytes
 
+    def _room_for_anchors(self, model_runner: Any, kv_slots: int, free_bytes: int) -> tuple[int, int]:
+        """Places in the anchor store, and the bytes of host memory that it leaves free."""
+        interval = self.config.anchor_interval
+        if interval == 0:
+            return 0, free_bytes
+        cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+        each = state_bytes((*cache.conv, cache.temporal))
+        count = choose_anchors(each, kv_slots, interval, free_bytes, self.config.anchor_gb)
+        return count, free_bytes - count * each
+
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
         from sglang_tailreplay.radix.component import TailReplayComponent
         from sglang_tailreplay.radix.tree import TailReplayCache
 
         cache = compat.create_cache(ctx, TailReplayCache, TailReplayComponent)
-        cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0))
+        anchors = RowPool(self.anchors.capacity if self.anchors else 0)
+        cache.rows.set_pool(RowPool(self._store.capacity if self._store else 0), anchors)
         self.planner.attach(cache)
         if ctx.enable_hierarchical_cache:
             from sglang_tailreplay import host_tier
@@ -141,6 +157,7 @@ class Runtime:
                 self._lanes,
                 self._stopwatch,
                 self._gates,
+                self.anchors,
                 poison=os.environ.get(POISON) == "1",
             )
         return cache
@@ -196,9 +213,11 @@ class Runtime:
         if self._replayer is not None:
             self._replayer.wait(behind_gates)
 
-    def forward_ended(self, ran_graph: bool) -> None:
+    def forward_ended(self, ran_graph: bool, step: Step | None) -> None:
         if self.capture is not None:
             self.capture.end(ran_graph)
+        if step is not None and step.takes:
+            self.anchors.take(step.takes)
         late = self._replayer is not None and self._replayer.pending
         assert not late, "a forward pass read recurrent states without waiting for their replay"
         self._stopwatch.harvest()

@@ -3,20 +3,22 @@
 Runs on the scheduler thread, integers only. The result, a Step, rides on the ScheduleBatch to the forward pass.
 
     # a hit on m of n tokens:  [0, m-k) KV reused   [m-k, m) KV reused, state replayed   [m, n) ordinary prefill
+
+The replay begins at zero, or at an anchor: the state after m-k tokens, saved on the host when they were computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, no_rows
+from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.tail import tail_length
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
+REACH = 2  # intervals that a replay from an anchor may span, if a tail from zero would be shorter
 _CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
 
@@ -37,8 +40,24 @@ class Hit:
 
     rid: str
     slot: torch.Tensor  # [] device integer: the request's state slot, zeroed before the replay
-    rows: np.ndarray  # [k] int64: the rows of the tail
+    rows: np.ndarray  # [k] int64: the rows of the tail; k may be 0 with an anchor
     token_ids: np.ndarray  # [k] int64: the tokens of the tail, for the group that starts from the embedding
+    anchor: int | None = None  # where in the anchor store the state before the tail is; None: zero
+
+
+class Take(NamedTuple):
+    """A state to be saved when the pass has run."""
+
+    slot: torch.Tensor  # [] device integer
+    anchor: int  # where in the anchor store
+
+
+class Start(NamedTuple):
+    """Where a replay begins."""
+
+    rows: np.ndarray  # [k] int64, from there to the boundary
+    anchor: int | None
+    generation: int  # of what is computed on top
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +66,7 @@ class Step:
 
     rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
     hits: tuple[Hit, ...] = ()
+    takes: tuple[Take, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +76,7 @@ class Admission:
     matched: int
     replayed: int
     shrunk_from: int | None  # the boundary that the tree had, if a tail that was not whole made it smaller
+    anchored: bool = False  # the replay began at an anchor
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -117,7 +138,8 @@ class Planner:
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
-        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits))
+        takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
+        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes)
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -127,18 +149,55 @@ class Planner:
         m = len(req.prefix_indices)
         tail_length = self.tail_length_of(req)
         k = tail_length(m) if m > 0 and tail_length is not None else 0
-        tail = self._longest_tail(req, m, k)
-        k = len(tail.rows)
-        # What this request computes inherits the error of what it builds on, and adds its own unless it replays all.
-        rows.generation = tail.generation + (m > 0 and k < m)
+        start = self._start(req, m, k)
+        k, rows.generation, rows.anchored = len(start.rows), start.generation, start.anchor is not None
+        rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
+        rows.last_anchor = self._last_anchor(req, m)
         shrunk = getattr(req, "tail_replay_shrunk", None)
-        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None))
-        if k == 0:
+        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored))
+        if k == 0 and not rows.anchored:
             return None
-        assert not (tail.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
+        assert not (start.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
         ids = np.array(req.full_untruncated_fill_ids[m - k : m], dtype=np.int64)
-        return Hit(req.rid, req.mamba_pool_idx, tail.rows, ids)
+        return Hit(req.rid, req.mamba_pool_idx, start.rows, ids, start.anchor)
+
+    def _start(self, req: Req, m: int, k: int) -> Start:
+        """The newest anchor that a replay of reasonable length reaches, else a tail of k tokens from zero.
+
+        What the request computes inherits the error of what it builds on. A tail from zero adds its own unless it is
+        the whole prefix; an anchor adds none.
+        """
+        if k > 0 and self.config.anchor_interval:
+            node = self.cache.tree_core.node_by_id(req.last_node)
+            for position, anchor in self.cache.rows.anchors.before(node, m):
+                if position < m - max(k, REACH * self.config.anchor_interval):
+                    break
+                tail = self.cache.rows.tail(node, m - position)
+                if not (tail.rows == NO_ROW).any():
+                    return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation))
+        tail = self._longest_tail(req, m, k)
+        return Start(tail.rows, None, tail.generation + (m > 0 and len(tail.rows) < m))
+
+    def _last_anchor(self, req: Req, m: int) -> int:
+        if not self.config.anchor_interval or m == 0:
+            return 0
+        node = self.cache.tree_core.node_by_id(req.last_node)
+        return next((position for position, _ in self.cache.rows.anchors.before(node, m)), 0)
+
+    def _takes(self, ends: Iterable[tuple[Req, int]]) -> tuple[Take, ...]:
+        """Anchors of requests that the pass brings to these positions, where the last one is an interval away."""
+        takes = []
+        for req, position in ends if self.config.anchor_interval else ():
+            rows = self.cache.rows.track(req)
+            if position - rows.last_anchor < self.config.anchor_interval or not has_plain_tokens(req):
+                continue
+            place = self.cache.rows.anchors.alloc()
+            if place is not None:
+                rows.anchors[position] = Anchor(place, rows.generation)
+                rows.last_anchor = position
+                takes.append(Take(req.mamba_pool_idx, place))
+        return tuple(takes)
 
     def _longest_tail(self, req: Req, m: int, k: int) -> Tail:
         """The tail of k tokens, or a longer one that costs the same, if its rows are there."""
@@ -155,7 +214,7 @@ class Planner:
             rows = component.track(req)
             self._continue_at(rows, req.kv_committed_len - 1)
             rows.append_one(row)
-        return Step(ids)
+        return Step(ids, takes=self._takes((req, req.kv_committed_len) for req in reqs))
 
     def _rows_for(self, req: Req, begin: int, n: int) -> np.ndarray:
         """Rows for the tokens [begin, begin + n) of req."""
@@ -168,7 +227,7 @@ class Planner:
     def _continue_at(self, rows: RequestRows, position: int) -> None:
         if rows.end != position:
             # A retracted request starts over, a session's turn starts past what its last turn left.
-            self.cache.rows.pool.free(rows.release())
+            self.cache.rows.release(rows)
             rows.restart(position)
 
 
@@ -176,16 +235,17 @@ def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
     if prefill is None or decode is None:
         return prefill
-    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits)
+    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits, prefill.takes + decode.takes)
 
 
 def report(req: Req) -> dict[str, int]:
     """What an answer's meta_info tells, beside SGLang's own `cached_tokens`."""
     rows = getattr(req, "tail_replay", None)
-    if rows is None or rows.boundary == 0:
+    if rows is None or rows.boundary == rows.answer_generation == 0:
         return {}
     return {
         "tail_replay_matched": rows.boundary,
         "tail_replay_replayed": rows.replayed,
-        "tail_replay_generation": rows.generation,
+        "tail_replay_generation": rows.answer_generation,
+        **({"tail_replay_anchored": 1} if rows.anchored else {}),
     }

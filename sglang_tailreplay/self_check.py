@@ -16,7 +16,7 @@ import torch
 
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.radix.rows import NO_ROW
-from sglang_tailreplay.scheduling import Hit
+from sglang_tailreplay.scheduling import Hit, Take
 
 if TYPE_CHECKING:
     from sglang_tailreplay.runtime import Runtime
@@ -45,6 +45,8 @@ def run(scheduler: Any, runtime: Runtime) -> float:
         runtime.replay((Hit(req.rid, req.mamba_pool_idx, rows, tokens),))
         runtime.states_wanted()
         error = _relative_error(states[:, slot], expected)
+        if runtime.anchors is not None:
+            _check_anchor(runtime, req, states[:, slot])
     finally:
         release_kv_cache(req, scheduler.tree_cache, is_insert=False)
     bound = max(BOUNDS[model_runner.dtype], BOUNDS[states.dtype])
@@ -54,6 +56,21 @@ def run(scheduler: Any, runtime: Runtime) -> float:
             f"{bound:.0e}. Answers after a hit would be wrong; use --tail-replay-mode off and report this."
         )
     return error
+
+
+def _check_anchor(runtime: Runtime, req: Any, states: torch.Tensor) -> None:
+    """Save a state, restore it over something else, and find it as it was. states: [layers, HV, V, K] of the slot."""
+    expected = states.clone()
+    runtime.anchors.take((Take(req.mamba_pool_idx, 0),))  # no place is anybody's yet
+    states.fill_(float("nan"))
+    nothing = np.empty(0, dtype=np.int64)
+    runtime.replay((Hit(req.rid, req.mamba_pool_idx, nothing, nothing, anchor=0),))
+    runtime.states_wanted()
+    if not torch.equal(states, expected):
+        raise TailReplayError(
+            "tail_replay: self-check failed: a state that was saved on the host came back changed. Leave "
+            "--tail-replay-anchor-interval out and report this."
+        )
 
 
 def _request(scheduler: Any) -> Any:

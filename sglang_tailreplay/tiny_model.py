@@ -1,6 +1,7 @@
-"""A tiny random Qwen3.5-class hybrid checkpoint with a byte-level tokenizer, for tests and demonstrations.
+"""A tiny random hybrid checkpoint with a byte-level tokenizer, for tests and demonstrations.
 
-    python -m sglang_tailreplay.tiny_model DIR [--decay slow|fast] [--vocab 1024] [--seed 0] [--dtype bfloat16]
+    python -m sglang_tailreplay.tiny_model DIR [--family qwen3_5|olmo_hybrid|qwen3_5_moe|qwen3_next] [--decay slow|fast]
+        [--vocab 1024] [--seed 0] [--dtype bfloat16]
 
 Random weights with default initialisation hide cache bugs: changing an early token never changes the answer. So the
 decay of the recurrent states is chosen, and attention is made sharp enough that one far token matters:
@@ -13,12 +14,14 @@ decay of the recurrent states is chosen, and attention is made sharp enough that
 import argparse
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 DECAYS = ("slow", "fast")
 LAYERS = 8
 FULL_ATTENTION_INTERVAL = 4  # layers 3 and 7 are full attention, the other six Gated DeltaNet
+DECAY_PROJECTIONS = ("in_proj_a.weight", "in_proj_ba.weight", "linear_attn.a_proj.weight")
 
 # Earlier assistant turns lose their <think> part once a user turn follows, as in the templates of reasoning models. The
 # prompt of the next turn then leaves the cached conversation in the middle, not at its end.
@@ -38,79 +41,119 @@ CHAT_TEMPLATE = """\
 """
 
 
+# Fields of transformers' configs. All models have 8 layers, of which 3 and 7 are full attention.
+_COMMON = dict(
+    hidden_act="silu",
+    max_position_embeddings=16384,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    linear_conv_kernel_dim=4,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=1,
+    initializer_range=0.15,
+)
+_QWEN = _COMMON | dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    attn_output_gate=True,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    mamba_ssm_dtype="float32",
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+    partial_rotary_factor=0.25,  # SGLang reads it here
+)
+_EXPERTS = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+_OLMO = _COMMON | dict(
+    hidden_size=96,
+    intermediate_size=160,
+    num_attention_heads=3,  # no power of two, as in the released model
+    linear_key_head_dim=24,
+    linear_value_head_dim=48,
+    rope_parameters=dict(rope_type="default", rope_theta=None),  # no position embedding, in a released config's words
+)
+
+
+class Family(NamedTuple):
+    config: str  # class of transformers
+    model: str  # class of transformers
+    fields: dict
+
+
+FAMILIES = {
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN),
+    "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _QWEN | _EXPERTS),
+    "qwen3_next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", _QWEN | _EXPERTS),
+    "olmo_hybrid": Family("OlmoHybridConfig", "OlmoHybridForCausalLM", _OLMO),
+}
+
+
 def write_tiny_model(
     path: str | Path,
     decay: str = "slow",
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    family: str = "qwen3_5",
     **config_overrides,
 ) -> Path:
     """Writes config, weights and tokenizer to folder `path` and returns it. The same arguments give the same weights.
 
-    `config_overrides` are fields of transformers' Qwen3_5TextConfig.
+    `config_overrides` are fields of transformers' config of the family.
     """
     if decay not in DECAYS:
         raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
-    config = tiny_config(**config_overrides)
-    model = _random_model(config, decay, seed).to(dtype)
+    if family not in FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    config = tiny_config(family, **config_overrides)
+    model = _random_model(config, FAMILIES[family].model, decay, seed).to(dtype)
     model.save_pretrained(path)
     _byte_tokenizer(config.vocab_size).save_pretrained(path)
     return Path(path)
 
 
-def tiny_config(**overrides):
-    from transformers import Qwen3_5TextConfig
+def tiny_config(family: str = "qwen3_5", **overrides):
+    import transformers
 
     layers = overrides.get("num_hidden_layers", LAYERS)
     interval = overrides.get("full_attention_interval", FULL_ATTENTION_INTERVAL)
     fields = dict(
         vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        hidden_act="silu",
-        max_position_embeddings=16384,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        full_attention_interval=interval,
-        attn_output_gate=True,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        mamba_ssm_dtype="float32",
         layer_types=["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)],
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
-        partial_rotary_factor=0.25,  # SGLang reads it here
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        initializer_range=0.15,
     )
-    return Qwen3_5TextConfig(**fields | overrides)
+    if family != "olmo_hybrid":
+        fields["full_attention_interval"] = interval
+    known = FAMILIES[family]
+    return getattr(transformers, known.config)(**known.fields | fields | overrides)
 
 
-def _random_model(config, decay: str, seed: int):
-    from transformers import Qwen3_5ForCausalLM
+def _random_model(config, model_class: str, decay: str, seed: int):
+    import transformers
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(config).eval()
+        model = getattr(transformers, model_class)(config).eval()
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.fill_(1.5)  # sharp attention
-            elif name.endswith(("in_proj_a.weight", "A_log", "dt_bias")):
+            elif name.endswith((*DECAY_PROJECTIONS, "A_log", "dt_bias")):
                 _set_decay(name, parameter, decay)
     return model
 
 
 def _set_decay(name: str, parameter: torch.Tensor, decay: str) -> None:
-    """A token keeps exp(-exp(A_log) * softplus(a + dt_bias)) of a state, where a is in_proj_a of the token."""
-    if name.endswith("in_proj_a.weight"):
+    """A token keeps exp(-exp(A_log) * softplus(a + dt_bias)) of a state, where a is a projection of the token."""
+    if name.endswith(DECAY_PROJECTIONS):
         if decay == "fast":
             parameter.mul_(0.1)  # |a| stays well below dt_bias, so that the half-lives below hold for every token
     elif name.endswith("dt_bias"):
@@ -147,6 +190,7 @@ def _byte_tokenizer(vocab_size: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny random hybrid checkpoint.")
     parser.add_argument("path", metavar="DIR", type=Path)
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_5")
     parser.add_argument("--decay", choices=DECAYS, default="slow")
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=LAYERS)
@@ -164,6 +208,7 @@ def main() -> None:
         options.decay,
         options.seed,
         getattr(torch, options.dtype),
+        options.family,
         vocab_size=options.vocab,
         num_hidden_layers=options.layers,
     )

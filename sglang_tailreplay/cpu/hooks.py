@@ -18,6 +18,19 @@ def rmsnorm_gated_forward(self, x: torch.Tensor, z: torch.Tensor | None = None) 
     return kernels.rmsnorm_gated(x, self.weight, z, self.eps)
 
 
+def fused_rmsnorm_gated_forward(self, x: torch.Tensor, g: torch.Tensor, *unused, **options) -> torch.Tensor:
+    """The same norm as Qwen3-Next has it, in another class."""
+    if unused or options or self.activation not in ("silu", "swish"):
+        raise NotImplementedError("the CPU gated RMSNorm takes no residual and a SiLU gate")
+    return kernels.rmsnorm_gated(x, self.weight, g, self.eps)
+
+
+def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+    """The shared expert of a mixture: final += sigmoid(hidden . gate) * shared, all [T, d], gate_weight [d]."""
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True)
+    final_hidden_states.add_(kernels.sigmoid(gate) * shared_output.float())
+
+
 def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     """Constrained decoding: forbids in `logits` [N, vocab] the tokens whose bit in `vocab_mask` [N, vocab / 32] is 0.
 
@@ -31,6 +44,8 @@ def apply_vocab_mask(self, logits: torch.Tensor, vocab_mask: torch.Tensor) -> No
 # (target, replacement); `register` raises where a target is gone.
 REPLACEMENTS = [
     ("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", rmsnorm_gated_forward),
+    ("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", fused_rmsnorm_gated_forward),
+    ("sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add", fused_gate_sigmoid_mul_add),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", apply_vocab_mask),
     (f"{HOST_POOL}.mha.MHATokenToKVPoolHost.load_to_device_per_layer", host_pool.load_to_device_per_layer),
     (f"{HOST_POOL}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer", host_pool.backup_from_device_all_layer),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_tailreplay import compat, guard
+from sglang_tailreplay import adapters, compat, guard
 from sglang_tailreplay.config import ENVIRONMENT
 from sglang_tailreplay.errors import Refused, TailReplayError
 
@@ -18,6 +18,10 @@ REFUSED = {
     "--pipeline-parallel-size": [{"pp_size": 2}],
     "--enable-dp-attention": [{"enable_dp_attention": True}],
     "--expert-parallel-size": [{"ep_size": 2}],
+    "--moe-a2a-backend": [{"moe_a2a_backend": "deepep"}],
+    "--enable-eplb": [{"enable_eplb": True}],
+    "--expert-distribution-recorder-mode": [{"expert_distribution_recorder_mode": "stat"}],
+    "--enable-return-routed-experts": [{"enable_return_routed_experts": True}],
     "--dcp-size": [{"dcp_size": 2}],
     "--enable-prefill-cp": [{"enable_prefill_cp": True}],
     "--disaggregation-mode": [{"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}],
@@ -197,7 +201,7 @@ def resolved(server_args, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("architecture", guard.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", adapters.ARCHITECTURES)
 @pytest.mark.parametrize("prefill", guard.PREFILL_GRAPHS)
 def test_a_hybrid_with_good_settings_passes(architecture, prefill, resolved, caplog):
     args = resolved(architecture, prefill=prefill)

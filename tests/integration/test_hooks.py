@@ -275,7 +275,8 @@ def test_a_pass_begins_and_ends(state):
     forward_batch = SimpleNamespace(tail_replay_step=step(2))
     output = SimpleNamespace(can_run_graph=True)
     assert hooks.forward(lambda runner, batch: output, None, forward_batch) is output
-    assert state.calls == [("forward_begins", forward_batch.tail_replay_step), ("forward_ended", True)]
+    passed = forward_batch.tail_replay_step
+    assert state.calls == [("forward_begins", passed), ("forward_ended", True, passed)]
 
 
 def test_a_pass_that_fails_is_abandoned(state):

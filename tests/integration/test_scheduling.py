@@ -8,7 +8,7 @@ import torch
 
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.radix.rows import NO_ROW, RequestRows, RowPool, no_rows
+from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
 from sglang_tailreplay.scheduling import (
     RATIO_PARAM,
     Admission,
@@ -37,6 +37,9 @@ class FakeRows:
         if not hasattr(req, "tail_replay"):
             req.tail_replay = RequestRows()
         return req.tail_replay
+
+    def release(self, rows: RequestRows) -> None:
+        self.pool.free(rows.release())
 
     def alloc(self, n: int) -> np.ndarray:
         ids = self.pool.alloc(n)
@@ -300,3 +303,84 @@ def test_an_answer_tells_what_was_matched_and_replayed():
     assert report(hit) == {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
     assert report(cold) == {}
     assert report(SimpleNamespace()) == {}
+
+
+class FakeAnchors:
+    """Anchors of the one path by position, and places for more."""
+
+    def __init__(self, anchors=(), places=9):
+        self.anchors, self.pool = dict(anchors), RowPool(places)
+
+    def before(self, node, m):
+        return iter(sorted(((p, a) for p, a in self.anchors.items() if p <= m), reverse=True))
+
+    def alloc(self):
+        ids = self.pool.alloc(1)
+        return int(ids[0]) if len(ids) else None
+
+
+def anchored(anchors=(), places=9, generation=0, **settings) -> Planner:
+    made = planner(generation=generation, anchor_interval=16, **settings)
+    made.cache.rows.anchors = FakeAnchors(anchors, places)
+    return made
+
+
+def test_a_replay_begins_at_the_newest_anchor():
+    plan = anchored({20: Anchor(3, 0), 33: Anchor(5, 0), 41: Anchor(6, 0)})
+    (hit,) = plan.plan_extend([request(40, 4)]).hits
+    assert hit.anchor == 5 and len(hit.rows) == len(hit.token_ids) == 7
+    assert hit.token_ids.tolist() == [7 + i for i in range(33, 40)]
+    assert plan.admissions[0] == Admission(40, 7, None, anchored=True)
+
+
+@pytest.mark.parametrize("position, reached", [(8, True), (7, False)])
+def test_an_anchor_two_intervals_away_is_reached(position, reached):
+    (hit,) = anchored({position: Anchor(1, 0)}).plan_extend([request(40, 4)]).hits
+    assert (hit.anchor == 1) == reached
+    assert len(hit.rows) == (32 if reached else 10)
+
+
+def test_a_long_tail_reaches_as_far_as_it_is():
+    (hit,) = anchored({4: Anchor(1, 0)}, ratio=1.0).plan_extend([request(40, 4)]).hits
+    assert hit.anchor == 1 and len(hit.rows) == 36
+
+
+def test_an_anchor_adds_no_generation_and_hides_none():
+    for behind, saved, expected in ((0, 0, 0), (2, 0, 2), (0, 3, 3)):
+        req = request(40, 4)
+        anchored({33: Anchor(5, saved)}, generation=behind).plan_extend([req])
+        assert req.tail_replay.generation == expected
+
+
+def test_states_are_taken_an_interval_apart():
+    plan = anchored()
+    reqs = [request(0, 15), request(0, 16), request(0, 40)]
+    step = plan.plan_extend(reqs)
+    assert [take.anchor for take in step.takes] == [0, 1]
+    assert [list(req.tail_replay.anchors) for req in reqs] == [[], [16], [40]]
+
+
+def test_a_full_store_takes_nothing():
+    assert anchored(places=0).plan_extend([request(0, 40)]).takes == ()
+
+
+def test_an_anchor_on_the_path_keeps_the_next_one_away():
+    plan = anchored({33: Anchor(5, 0)})
+    assert plan.plan_extend([request(40, 8)]).takes == ()
+    assert len(plan.plan_extend([request(40, 9)]).takes) == 1
+
+
+def test_an_image_is_not_saved():
+    assert anchored().plan_extend([request(0, 40, multimodal_inputs=object())]).takes == ()
+
+
+def test_the_answer_tells_the_worst_ground_that_it_stood_on():
+    """A retracted request that starts over without a hit: its first tokens came from an approximation."""
+    plan = planner(generation=1)
+    req = request(40, 4)
+    plan.plan_extend([req])
+    assert report(req)["tail_replay_generation"] == 2
+    req.prefix_indices, req.last_node, req.mamba_needs_clear = [], 0, True
+    plan.cache.rows.release(req.tail_replay)
+    plan.plan_extend([req])
+    assert req.tail_replay.generation == 0 and report(req)["tail_replay_generation"] == 2

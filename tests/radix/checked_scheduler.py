@@ -33,7 +33,7 @@ from sglang_tailreplay.radix.component import TailReplayComponent
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
-from sglang_tailreplay.scheduling import RATIO_PARAM, Planner, Step, mix, report
+from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, mix, report
 
 KV_SLOTS = 96
 MOST_REQUESTS = 4  # running at the same time; request slots and state slots
@@ -86,20 +86,21 @@ class Batch(NamedTuple):
 
 
 class CheckedScheduler:
-    def __init__(self, config: TailReplayConfig, rows: int, overlap: bool):
+    def __init__(self, config: TailReplayConfig, rows: int, overlap: bool, anchors: int = 0):
         _publish_server_args()
         self.overlap = overlap
         # Whether every replay so far was of its whole prefix.
         self.exact = config.mode == "replay" and config.ratio == 1.0 and config.max_tokens is None
         self.request_pool = _request_pool()
         self.allocator = TokenToKVPoolAllocator(KV_SLOTS, torch.float32, "cpu", None, need_sort=False)
-        self.cache = _cache(self.request_pool, self.allocator, rows)
+        self.cache = _cache(self.request_pool, self.allocator, rows, anchors)
         self.admissions = []
         self.planner = Planner(config, self.admissions.append)
         self.planner.attach(self.cache)
         # what is in memory: slot or row -> number of the prefix
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
         self.store = np.full(rows, UNWRITTEN)
+        self.saved = np.full(anchors, UNWRITTEN)  # anchor -> number of the prefix whose state it is
         # what should be
         self.prefixes = Prefixes()
         self.truth: dict[int, Entry] = {}
@@ -353,23 +354,29 @@ class CheckedScheduler:
         for req, admission in zip(fresh, admissions, strict=True):
             m = len(req.prefix_indices)
             k = self._tail(req, m) if self.planner.config.mode == "replay" else 0
-            assert (admission.matched, admission.replayed) == (m, k)
-            assert report(req).get("tail_replay_matched", 0) == m
-            self._start_account(req, m, k)
             hit = hits.pop(req.rid, None)
             assert (hit is not None) == (k > 0)
+            path = self.path(req, m)
+            if hit is not None and hit.anchor is not None:
+                reach = max(k, REACH * self.planner.config.anchor_interval)
+                k = admission.replayed
+                assert k <= reach, "replayed too much"
+                assert self.saved[hit.anchor] == path[m - k - 1], "an anchor is the state of another prefix"
+            assert (admission.matched, admission.replayed) == (m, k)
+            assert admission.anchored == (hit is not None and hit.anchor is not None)
+            assert report(req).get("tail_replay_matched", 0) == m
+            self._start_account(req, m, k, admission.anchored)
             if hit is not None:
-                path = self.path(req, m)
                 assert hit.slot == req.mamba_pool_idx
                 assert hit.token_ids.tolist() == self.accounts[req.rid].tokens[m - k : m]
                 assert self.store[hit.rows].tolist() == path[m - k :], "a row of the tail is wrong, stale or moved"
                 assert not set(hit.rows.tolist()) & set(step.rows.tolist()), "a row of a tail was given away"
         assert not hits
 
-    def _start_account(self, req: Req, m: int, k: int) -> None:
+    def _start_account(self, req: Req, m: int, k: int, anchored: bool) -> None:
         account = self.accounts[req.rid]
         behind = max((self.truth[prefix].generation for prefix in self.path(req, m)), default=0)
-        account.generation = behind + (0 < m and k < m)
+        account.generation = behind + (0 < m and k < m and not anchored)
         assert not account.own_rows
         assert req.tail_replay.generation >= account.generation
 
@@ -393,10 +400,21 @@ class CheckedScheduler:
                 else:
                     plain_without_row |= self._reusable(req)
         assert next(rows, None) is None
+        self._save(step, pieces)
         if plain_without_row:
             spare = [prefix for prefix, entry in self.truth.items() if entry.has_row and prefix not in self.locked]
             assert not spare, "a token went without a row although rows could be evicted"
         self.check()
+
+    def _save(self, step: Step, pieces: list) -> None:
+        """The states in the slots when the pass has run."""
+        ends = {int(req.mamba_pool_idx): (req, end) for req, _, end in pieces}
+        assert len({take.anchor for take in step.takes}) == len(step.takes)
+        for take in step.takes:
+            req, end = ends[int(take.slot)]
+            anchor = req.tail_replay.anchors.get(end)
+            assert anchor is not None and anchor.id == take.anchor, "a state was saved for another position"
+            self.saved[take.anchor] = self.path(req, end)[-1]
 
     def _write_kv(self, slots: np.ndarray, path: list[int]) -> None:
         self.kv[slots] = path
@@ -464,6 +482,7 @@ class CheckedScheduler:
         self.accounts[req.rid].own_rows.clear()
         assert req.kv is None and req.req_pool_idx is None and req.mamba_pool_idx is None
         assert len(req.tail_replay.ids) == 0, "a released request still has rows"
+        assert not req.tail_replay.anchors, "a released request still has anchors"
         self.check()
 
     # ---- operator's and users' actions ----
@@ -490,7 +509,7 @@ class CheckedScheduler:
         self.request_pool.clear()
         self.allocator.clear()
         self.truth.clear()
-        assert self.cache.rows.pool.used_rows == 0
+        assert self.cache.rows.pool.used_rows == self.cache.rows.anchors.pool.used_rows == 0
         self.check()
 
     def lose(self, index: int) -> Req:
@@ -566,6 +585,8 @@ class CheckedScheduler:
                 on_device = full.value is not None
                 has = rows != NO_ROW
                 assert self.store[rows[has]].tolist() == np.array(path)[has].tolist(), "a cached row was overwritten"
+                for offset, anchor in self.cache.rows.anchors.of(child).items():
+                    assert self.saved[anchor.id] == path[offset - 1], "a cached state was overwritten"
                 found |= {p: Entry(bool(h), generation, on_device) for p, h in zip(path, has, strict=True)}
         return found
 
@@ -597,7 +618,22 @@ class CheckedScheduler:
             path = self.path(req, rows.end)
             assert all(self.store[row] == path[position] for position, row in has.items())
             used += len(has)
+            for position, anchor in rows.anchors.items():
+                assert self.saved[anchor.id] == self.path(req, position)[-1], "a request's state was overwritten"
         assert used == self.cache.rows.pool.used_rows
+
+
+def serve(server: CheckedScheduler, prompt: list[int], answer: int = 1) -> Req:
+    """One request from its arrival to its end."""
+    req = server.arrive(prompt, answer)
+    finish(server)
+    return req
+
+
+def finish(server: CheckedScheduler) -> None:
+    while not server.idle:
+        server.prefill(64, lambda: 1)
+        server.decode(lambda: 1)
 
 
 def _tokens(reqs: list[Req]) -> int:
@@ -626,10 +662,12 @@ def _request_pool() -> HybridReqToTokenPool:
     )
 
 
-def _cache(request_pool: HybridReqToTokenPool, allocator: TokenToKVPoolAllocator, rows: int) -> TailReplayCache:
+def _cache(
+    request_pool: HybridReqToTokenPool, allocator: TokenToKVPoolAllocator, rows: int, anchors: int
+) -> TailReplayCache:
     params = CacheInitParams(
         disable=False, req_to_token_pool=request_pool, token_to_kv_pool_allocator=allocator, page_size=1
     )
     cache = compat.create_cache(SimpleNamespace(params=params), TailReplayCache, TailReplayComponent)
-    cache.rows.set_pool(RowPool(rows))
+    cache.rows.set_pool(RowPool(rows), RowPool(anchors))
     return cache

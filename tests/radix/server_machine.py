@@ -61,10 +61,15 @@ class ServerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["replay", "replay", "replay", "zero"]),
         capacity=st.sampled_from([KV_SLOTS, KV_SLOTS, 60, 60, 40, 24, 7, 0]),
         overlap=st.booleans(),
+        interval=st.sampled_from([0, 0, 6, 10, 24]),
+        anchors=st.sampled_from([1, 3, 20]),
     )
-    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap):
-        config = TailReplayConfig(mode=mode, ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens)
-        self.server = CheckedScheduler(config, capacity if mode == "replay" else 0, overlap)
+    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, interval, anchors):
+        config = TailReplayConfig(
+            mode=mode, ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens, anchor_interval=interval
+        )
+        rows, anchors = (capacity, anchors if interval else 0) if mode == "replay" else (0, 0)
+        self.server = CheckedScheduler(config, rows, overlap, anchors)
         self.texts = [tokens(56, 0xA5C3F1), tokens(56, 0xA5C3FF)]  # what prompts may begin with
 
     def sampler(self, pattern: int):

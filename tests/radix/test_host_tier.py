@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from server_machine import PROFILE, ServerMachine, bits, budgets, requests, tokens
+from server_machine import IMAGE, PROFILE, ServerMachine, bits, budgets, requests, tokens
 from tiered_scheduler import FULL_LAYERS, KV_SLOTS, LEAST_LOAD, TieredScheduler
 
 from sglang_tailreplay import host_tier
@@ -43,12 +43,13 @@ class TieredMachine(ServerMachine):
     def load_without_admission(self, index):
         self.server.load_without_admission(self.server.waiting[index % len(self.server.waiting)])
 
-    @rule(request=requests, budget=budgets, pattern=bits, mixed=st.booleans())
-    def ask_after_all_left_the_device(self, request, budget, pattern, mixed):
-        self.server.settle()
+    @rule(request=requests, kept=st.integers(4, 56), budget=budgets, pattern=bits, mixed=st.booleans())
+    def come_back_after_all_left_the_device(self, request, kept, budget, pattern, mixed):
+        self.serve_to_the_end([request], budget, pattern)
         self.server.drain()
         self.server.evict_kv(KV_SLOTS)
-        self.arrive([request])
+        served = self.texts[-2]
+        self.server.arrive(served[:kept] + tokens(5, pattern), 2, plain=max(served) < IMAGE)
         self.server.prefill(budget, self.sampler(pattern), mixed)
 
 

@@ -3,7 +3,7 @@
 import gc
 
 import pytest
-from checked_scheduler import CheckedScheduler
+from checked_scheduler import CheckedScheduler, finish, serve
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -12,18 +12,6 @@ from sglang_tailreplay.config import TailReplayConfig
 
 def scheduler(rows: int, ratio: float = 1.0, overlap: bool = False) -> CheckedScheduler:
     return CheckedScheduler(TailReplayConfig(ratio=ratio, min_tokens=4), rows, overlap)
-
-
-def serve(server: CheckedScheduler, prompt: list[int], answer: int = 1):
-    req = server.arrive(prompt, answer)
-    finish(server)
-    return req
-
-
-def finish(server: CheckedScheduler) -> None:
-    while not server.idle:
-        server.prefill(64, lambda: 1)
-        server.decode(lambda: 1)
 
 
 def has_rows(server: CheckedScheduler, tokens: list[int]) -> list[bool]:

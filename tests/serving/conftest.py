@@ -50,13 +50,11 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve_tiny(tiny_model, tmp_path_factory):
-    """serve(*flags, **env): a float32 server of the tiny model."""
+    """serve(*flags, **env): a float32 server of the tiny model, or of another one."""
 
-    def serve(*flags: str, small=_module.SMALL, **env: str):
+    def serve(*flags: str, small=_module.SMALL, model=tiny_model, **env: str):
         log = tmp_path_factory.mktemp("server") / "log"
-        return _module.serve(
-            tiny_model, *small, *_module.FLOAT32, *flags, env={**_module.FLOAT32_ENV, **env}, log_path=log
-        )
+        return _module.serve(model, *small, *_module.FLOAT32, *flags, env={**_module.FLOAT32_ENV, **env}, log_path=log)
 
     return serve
 

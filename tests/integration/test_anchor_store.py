@@ -1,0 +1,175 @@
+"""States to the host and back, on lanes that record every access.
+
+A run without a RaceError stands for every interleaving.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_tailreplay.anchor_store import GIB, AnchorStore, choose_anchors, state_bytes
+from sglang_tailreplay.cuda_streams.recording import RaceError, RecordingLanes
+from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.replayer import Replayer
+from sglang_tailreplay.scheduling import Hit, Take
+
+LAYERS, SLOTS, PLACES = 3, 6, 4
+
+
+class Machine:
+    def __init__(self):
+        self.lanes = RecordingLanes()
+        generator = torch.Generator().manual_seed(0)
+        conv = torch.randn(LAYERS, SLOTS, 8, 3, generator=generator).to(torch.bfloat16)
+        temporal = torch.randn(LAYERS, SLOTS, 2, 4, 4, generator=generator)
+        self.pool = SimpleNamespace(mamba_cache=SimpleNamespace(conv=[conv], temporal=temporal))
+        self.parts = (conv, temporal)
+        self.store = AnchorStore(self.pool, PLACES, self.lanes)
+
+    def take(self, *pairs):
+        self.store.take([Take(torch.tensor(slot), place) for slot, place in pairs])
+
+    def change(self):
+        """The next pass writes every state."""
+        self.lanes.forward.writes(*self.parts)
+        for part in self.parts:
+            part += 1
+
+    def restore(self, places, slots):
+        fetched = self.store.fetch(places)
+        with self.lanes.replay.after(self.lanes.mark_current("slots cleared")):
+            self.store.restore(fetched, torch.tensor(slots, dtype=torch.int32))
+            restored = self.lanes.replay.record("states replayed")
+        self.lanes.current_waits(restored)
+
+
+@pytest.fixture
+def machine():
+    return Machine()
+
+
+def test_a_state_comes_back_as_it_was_when_it_was_taken(machine):
+    before = [part.clone() for part in machine.parts]
+    machine.take((4, 2), (1, 0))
+    machine.change()
+    machine.restore([0, 2], [5, 3])
+    for part, old in zip(machine.parts, before, strict=True):
+        assert torch.equal(part[:, 5], old[:, 1]) and torch.equal(part[:, 3], old[:, 4])
+        others = [0, 1, 2, 4]
+        assert torch.equal(part[:, others], old[:, others] + 1), "a slot of nobody was written"
+    machine.lanes.forward.reads(*machine.parts)
+
+
+def test_a_place_that_is_taken_again_has_the_new_state(machine):
+    machine.take((1, 0))
+    machine.change()
+    expected = [part[:, 2].clone() for part in machine.parts]
+    machine.take((2, 0))
+    machine.restore([0], [4])
+    assert all(torch.equal(part[:, 4], old) for part, old in zip(machine.parts, expected, strict=True))
+
+
+@pytest.mark.parametrize("forgotten", ["states gathered", "states fetched", "slots cleared"])
+def test_a_forgotten_wait_is_a_race(machine, forgotten, monkeypatch):
+    join = machine.lanes.join
+    skip = lambda lane, event: None if event.name == forgotten else join(lane, event)  # noqa: E731
+    monkeypatch.setattr(machine.lanes, "join", skip)
+    contiguous = torch.Tensor.contiguous
+
+    def marked(tensor):
+        made = contiguous(tensor)
+        machine.lanes.current.writes(made)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", marked)
+    machine.lanes.forward.writes(*machine.parts)
+    with pytest.raises(RaceError):
+        machine.take((1, 0))
+        machine.change()
+        machine.restore([0], [4])
+
+
+class Engine:
+    """Notes what it is asked to replay."""
+
+    groups = ()
+
+    def __init__(self):
+        self.ran = []
+
+    def plan(self, tails, seeded):
+        self.planned = (list(tails), list(seeded))
+        return (object(),) if tails else ()
+
+    def run(self, launches, slots, inputs):
+        self.ran.append(slots.tolist())
+
+
+class Gate:
+    opened = 0
+
+    def open(self, lane):
+        assert lane.name == "replay"
+        self.opened += 1
+
+
+class Watch:
+    def measure(self, stage):
+        return contextlib.nullcontext()
+
+
+@pytest.fixture
+def replayer(machine, monkeypatch):
+    monkeypatch.setattr("sglang_tailreplay.replayer._Inputs", lambda *args: SimpleNamespace(close=lambda: None))
+    made = Replayer(Engine(), None, None, machine.lanes, Watch(), anchors=machine.store)
+    made.gates = [Gate(), Gate()]
+    return made
+
+
+def hit(slot, rows, anchor=None):
+    return Hit(f"r{slot}", torch.tensor(slot), np.arange(rows), np.arange(rows), anchor)
+
+
+def run(replayer, hits):
+    slots = torch.stack([hit.slot for hit in hits]).to(torch.int32)
+    replayer.lanes.forward.writes(slots, *replayer.anchors._pool)
+    replayer.run(hits, slots)
+    replayer.wait()
+
+
+def test_tails_continue_the_states_that_were_restored(machine, replayer):
+    before = [part.clone() for part in machine.parts]
+    machine.take((1, 3))
+    run(replayer, [hit(4, 5), hit(2, 7, anchor=3), hit(5, 0, anchor=3)])
+    assert replayer.engine.planned == ([5, 7], [False, True])
+    assert replayer.engine.ran == [[4, 2]], "a hit without a tail is not replayed"
+    for part, old in zip(machine.parts, before, strict=True):
+        assert torch.equal(part[:, 2], old[:, 1]) and torch.equal(part[:, 5], old[:, 1])
+        assert torch.equal(part[:, 4], old[:, 4])
+
+
+def test_without_any_tail_the_gates_open_when_the_states_are_there(machine, replayer):
+    machine.take((1, 0))
+    run(replayer, [hit(4, 0, anchor=0)])
+    assert not replayer.engine.ran
+    assert [gate.opened for gate in replayer.gates] == [1, 1]
+
+
+def test_state_bytes_count_every_layer_and_part(machine):
+    assert state_bytes(machine.parts) == LAYERS * (8 * 3 * 2 + 2 * 4 * 4 * 4)
+
+
+def test_the_store_holds_one_state_per_interval_within_its_budget():
+    assert choose_anchors(100, 1000, 64, 1 << 40, None) == 16
+    assert choose_anchors(GIB, 10**9, 64, 80 * GIB, None) == 10
+    assert choose_anchors(GIB, 10**9, 64, 80 * GIB, 3.5) == 3
+
+
+@pytest.mark.parametrize("free, asked, why", [(4 * GIB, None, "no room"), (4 * GIB, 9, "does not fit")])
+def test_a_store_that_cannot_be_is_refused(free, asked, why):
+    with pytest.raises(TailReplayError, match=why) as error:
+        choose_anchors(GIB, 10**9, 64, free, asked)
+    assert "--tail-replay-anchor" in str(error.value)

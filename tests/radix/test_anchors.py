@@ -1,0 +1,156 @@
+"""Anchors in the tree: where they are taken, which one a hit begins at, and how they move and go."""
+
+import pytest
+from checked_scheduler import CheckedScheduler, finish, serve
+
+from sglang_tailreplay.config import TailReplayConfig
+
+
+def scheduler(interval=8, anchors=9, rows=96, ratio=0.05, **config) -> CheckedScheduler:
+    config = TailReplayConfig(ratio=ratio, min_tokens=4, anchor_interval=interval, **config)
+    return CheckedScheduler(config, rows, overlap=False, anchors=anchors)
+
+
+def positions(server, tokens):
+    """Positions of the anchors on the path of cached tokens."""
+    found, node, end = [], server.cache.root_node, 0
+    while node is not None:
+        begins_with = {next(iter(child.key)): child for child in node.children.values()}
+        node = begins_with.get(tokens[end]) if end < len(tokens) else None
+        if node is not None:
+            found += [end + offset for offset in sorted(server.cache.rows.anchors.of(node))]
+            end += len(node.key)
+    return found
+
+
+TEXT = list(range(1, 31))
+
+
+def admitted(server, prompt):
+    """(matched, replayed, anchored, generation) of a request."""
+    rows = serve(server, prompt).tail_replay
+    return rows.boundary, rows.replayed, rows.anchored, rows.answer_generation
+
+
+def test_anchors_lie_an_interval_apart_at_ends_of_passes():
+    server = scheduler(interval=8)
+    server.arrive(TEXT, 20)
+    server.prefill(9, lambda: 1)  # chunks of 9: [0, 9) [9, 18) [18, 27) [27, 30)
+    while not server.idle:
+        server.prefill(9, lambda: 1)
+        server.decode(lambda: 1)
+    # 30 is only 3 behind 27; decoding goes on in steps of 8
+    assert positions(server, TEXT + [1] * 19) == [9, 18, 27, 35, 43]
+
+
+@pytest.mark.parametrize("m, anchor", [(20, 18), (18, 18), (17, 9), (9, 9), (30, 27)])
+def test_a_hit_begins_at_the_newest_anchor_before_it(m, anchor):
+    server = scheduler()
+    server.arrive(TEXT + [90], 1)
+    while not server.idle:
+        server.prefill(9, lambda: 1)
+    assert admitted(server, TEXT[:m] + [99, 98]) == (m, m - anchor, True, 0)
+
+
+def test_what_is_built_on_an_exact_hit_is_exact_and_what_is_not_is_not():
+    server = scheduler(interval=20)
+    serve(server, TEXT[:25])  # one pass: an anchor at 25
+    assert admitted(server, TEXT[:10] + [50] * 3)[2:] == (False, 1)
+    assert admitted(server, TEXT[:25] + [60] * 3)[2:] == (True, 0)
+    assert admitted(server, TEXT[:10] + [50] * 3 + [51])[3] == 2, "approximate on approximate"
+
+
+def test_a_state_behind_an_approximation_says_so():
+    server = scheduler(interval=20)
+    serve(server, TEXT[:10])
+    serve(server, TEXT[:10] + [50] * 30)  # behind a tail of 4: generation 1, with an anchor at 40
+    assert admitted(server, TEXT[:10] + [50] * 30 + [7, 7]) == (40, 0, True, 1)
+
+
+def test_the_reach_is_bounded():
+    server = scheduler(interval=5)
+    serve(server, TEXT)  # one pass, an anchor at 30 only
+    serve(server, TEXT[:6])
+    server = scheduler(interval=5)
+    serve(server, TEXT[:6])  # an anchor at 6
+    serve(server, TEXT)  # and at 30
+    assert admitted(server, TEXT[:16] + [99, 98]) == (16, 10, True, 0)
+    assert admitted(server, TEXT[:17] + [99, 97]) == (17, 4, False, 1)
+
+
+def test_rows_are_missing_behind_the_anchor():
+    """The boundary shrinks to where a replay is possible; an anchor right there needs no rows at all."""
+    server = scheduler(interval=8)
+    server.arrive(TEXT[:20] + [90], 1)
+    while not server.idle:
+        server.prefill(10, lambda: 1)
+    _, second, *_ = server.cache.rows._holders.values()  # tokens [10, 20)
+    server.cache.rows._drop_rows(second)
+    server.check(evicts_rows=True)
+    assert admitted(server, TEXT[:15] + [99, 98]) == (10, 0, True, 0)
+
+
+@pytest.mark.parametrize("cut", [5, 9, 10, 18, 29])
+def test_anchors_move_with_the_parts_of_a_split_node(cut):
+    server = scheduler()
+    server.arrive(TEXT + [90], 1)
+    while not server.idle:
+        server.prefill(9, lambda: 1)
+    serve(server, TEXT[:cut] + [70])
+    assert positions(server, TEXT) == [9, 18, 27]
+
+
+def test_a_full_store_gives_up_what_was_used_longest_ago():
+    server = scheduler(interval=8, anchors=2)
+    texts = [[n] * 10 for n in (1, 2, 3)]
+    for text in texts:
+        serve(server, text)
+    assert [positions(server, text) for text in texts] == [[], [10], [10]]
+    serve(server, texts[1] + [50])
+    serve(server, [4] * 10)
+    assert [positions(server, text) for text in [*texts, [4] * 10]] == [[], [10], [], [10]]
+
+
+def test_two_requests_with_the_same_prompt_leave_one_anchor():
+    server = scheduler()
+    for _ in range(2):
+        server.arrive(TEXT, 1)
+    finish(server)
+    assert positions(server, TEXT) == [30]
+    assert server.cache.rows.anchors.pool.used_rows == 1
+
+
+def test_eviction_and_flush_free_them():
+    server = scheduler()
+    serve(server, TEXT)
+    assert server.cache.rows.anchors.pool.used_rows == 1
+    server.evict_kv(96)
+    assert server.cache.rows.anchors.pool.used_rows == 0
+    serve(server, TEXT)
+    server.flush()
+
+
+def test_a_retracted_request_gives_its_anchors_back():
+    server = scheduler(interval=4)
+    server.arrive(TEXT[:9], 20)
+    server.prefill(64, lambda: 1)
+    for _ in range(9):
+        server.decode(lambda: 1)
+    assert server.running[0].tail_replay.anchors
+    server.decode(lambda: 1, retract=1)
+    server.check()
+
+
+def test_a_full_tail_needs_no_anchor_but_takes_the_shorter_way():
+    server = scheduler(ratio=1.0)
+    server.arrive(TEXT + [90], 1)
+    while not server.idle:
+        server.prefill(9, lambda: 1)
+    assert admitted(server, TEXT[:20] + [99, 98]) == (20, 2, True, 0)
+
+
+def test_no_interval_no_anchors():
+    server = scheduler(interval=0)
+    serve(server, TEXT)
+    assert positions(server, TEXT) == []
+    assert admitted(server, TEXT[:20] + [99])[2] is False

@@ -1,0 +1,37 @@
+"""scripts/soak as an operator runs it, for a short time: a server too small for its load, on the tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).resolve().parents[2] / "scripts" / "soak"
+
+
+@pytest.fixture(scope="module")
+def crowded(serve_tiny):
+    """So few tokens of KV that eviction and retraction never stop."""
+    small = ("--max-total-tokens", "900", "--context-length", "320", "--chunked-prefill-size", "64")
+    small += ("--max-running-requests", "6", "--mem-fraction-static", "0.2", "--sleep-on-idle")
+    small += ("--schedule-conservativeness", "0.1")  # admit more than fits, so that some are retracted
+    flags = ("--enable-metrics", "--enable-cache-report", "--tail-replay-min-tokens", "4")
+    # Makes SGLang retract every few steps, however slow the machine is.
+    with serve_tiny(*flags, small=small, SGLANG_TEST_RETRACT="1") as server:
+        yield server
+
+
+def test_twenty_seconds_of_everything(crowded, tmp_path):
+    out = tmp_path / "soak.json"
+    command = [sys.executable, SOAK, "--url", crowded.base_url, "--server-pid", crowded.process.pid, "--out", out]
+    command += ["--seconds", 20, "--concurrency", 8, "--max-prompt", 160, "--max-new", 96, "--seed", 1]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:] + crowded.log_tail()
+    report = json.loads(out.read_text())
+    assert report["ok"] and report["compared"] == "tokens" and report["metrics_watched"] and report["memory_watched"]
+    assert report["retractions"] > 0
+    assert report["of_them_hits"] >= 10, "nothing was proved: hardly any hit was compared"
+    assert report["rounds"] >= 6 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
