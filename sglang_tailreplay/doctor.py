@@ -103,6 +103,9 @@ def look_ahead(report: Report, server_args: Any, found: Device, options: argpars
     except TailReplayError as error:
         report.add([Finding(PROBLEM, str(error))])
         return
+    except forecast.Unknown as error:
+        report.add([Finding(NOTE, str(error))])
+        return
     report.add(outlook.findings)
     report.sections["memory"] = outlook.memory
     speeds, missing = forecast.speeds(options.tflops, options.link_gbs, found)

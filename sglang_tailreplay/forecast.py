@@ -18,8 +18,18 @@ from sglang_tailreplay.replay.tail import tail_length
 HITS = (8192, 32768)  # matched tokens that costs are told for
 SUFFIX = 64  # new tokens of such a prompt
 ASSUMED_FRACTION = 0.8  # of a GPU that is not here, without --mem-fraction-static
+# Fields that a config.json may leave to its model's defaults.
+DEFAULTED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "linear_conv_kernel_dim"),
+    *("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim"),
+)
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2}
 KV_DTYPES = {"fp8_e5m2": 1, "fp8_e4m3": 1, "bf16": 2, "bfloat16": 2}
+
+
+class Unknown(Exception):
+    """There is no forecast for a model that may well start."""
 
 
 class Imagined(NamedTuple):
@@ -38,6 +48,8 @@ class Outlook(NamedTuple):
 
 def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: int) -> Outlook:
     """host_free: bytes of host memory. TailReplayError where weights, states or rows have no room."""
+    from sglang_tailreplay.anchor_store import choose_anchors
+
     settings = TailReplayConfig.from_environment()
     text, shape = text_config(server_args)
     number = number_bytes(server_args, text)
@@ -51,25 +63,38 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
     if host:
         memory.append(("KV on the host", f"{gib(host * token.kv)}: {host:,} slots (HiCache)"))
     if settings.mode == "replay" and token.rows:
-        rows = _rows(settings, token.rows, planned.kv_slots + host, host_free - host * token.kv)
+        room = host_free - host * token.kv
+        if settings.anchor_interval:
+            each = memory_plan.state_slot_bytes(shape, number)
+            count = choose_anchors(each, planned.kv_slots + host, settings.anchor_interval, room, settings.anchor_gb)
+            room -= count * each
+            memory.append(("saved states on the host", f"{gib(count * each)}: {count:,} anchors of {gib(each)}"))
+        rows = _rows(settings, token.rows, planned.kv_slots + host, room)
         memory.append(("rows on the host", rows.text))
         findings += rows.findings
     return Outlook(settings, shape, findings, memory)
 
 
 def text_config(server_args: Any) -> tuple[Mapping[str, Any], Shape]:
-    """The text part of config.json and its sizes. TailReplayError for a model that cannot be replayed."""
+    """The text part of config.json and its sizes. TailReplayError for a model that cannot be replayed, Unknown for one
+    whose configuration has other words."""
     from transformers import PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(server_args.model_path)
-    text = dict(config.get("text_config", config))
+    text = {key: value for key, value in config.get("text_config", config).items() if value is not None}
+    defaults = server_args.get_model_config().hf_text_config
+    for name in DEFAULTED:
+        if name not in text and getattr(defaults, name, None) is not None:
+            text[name] = getattr(defaults, name)
     if "layer_types" not in text and "full_attention_interval" in text:
         interval = text["full_attention_interval"]
         kinds = ("linear_attention", "full_attention")
         text["layer_types"] = [kinds[(i + 1) % interval == 0] for i in range(text["num_hidden_layers"])]
     try:
         return text, Shape.from_config(text)
-    except (ValueError, KeyError) as error:
+    except KeyError as error:
+        raise Unknown(f"memory and costs are not known: the model's configuration has no {error}") from None
+    except ValueError as error:
         raise TailReplayError(
             f"--model-path {server_args.model_path}: config.json describes no model that can be replayed ({error})"
         ) from None

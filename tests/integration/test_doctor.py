@@ -66,6 +66,29 @@ def test_memory_follows_the_dtype_and_the_host_tier(sandbox):
     assert rows == device + host
 
 
+def test_saved_states_take_their_part_of_the_host(sandbox):
+    flags = ["--tail-replay-anchor-interval", "8192", "--tail-replay-anchor-gb", "10"]
+    memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))
+    assert memory["saved states on the host"] == "9.98 GiB: 208 anchors of 49.12 MiB"
+    assert "of 290.02 GiB free" in memory["rows on the host"]
+
+
+def other_words(arguments: list[str]) -> dict:
+    from sglang_tailreplay import forecast
+
+    def from_config(config):
+        raise KeyError("linear_num_key_heads")
+
+    forecast.Shape = type("Shape", (), {"from_config": staticmethod(from_config)})
+    return call(arguments)
+
+
+def test_a_model_without_a_forecast_may_still_start(sandbox):
+    report = sandbox(other_words, ["--model-path", SHAPE, *GPU])
+    assert report["code"] == 0 and report["sections"] == {}
+    assert any("has no 'linear_num_key_heads'" in text for level, text in report["findings"] if level == "note")
+
+
 def test_all_problems_are_named_at_once_and_memory_is_still_told(sandbox):
     flags = ["--page-size", "16", "--tp", "2", "--enable-lora", "--tail-replay-ratio", "0.1"]
     report = sandbox(call, ["--model-path", SHAPE, *GPU, *flags])
