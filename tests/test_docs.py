@@ -26,6 +26,8 @@ ELSEWHERE = {
     '"text": ': "the body of that request",
     "curl -s localhost:30000/metrics": "tests/serving/test_workloads.py",
     "# [0, m-k)": "a picture",
+    "# [0, c)": "a picture",
+    ".venv/bin/python scripts/soak": "tests/serving/test_soak.py",
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
     ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
 }
