@@ -168,6 +168,12 @@ def write_report(options: argparse.Namespace, kept: AnswerFile, outcome: Outcome
     return problems
 
 
+def _vocab_size(folder: Path) -> int:
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"--ids needs the model's config.json: {folder} is no folder that has one")
+    return model_config(folder)["vocab_size"]
+
+
 def _settings_in(kept: AnswerFile) -> dict[str, Any]:
     with kept.path.open() as lines:
         return json.loads(next(lines))["settings"]
@@ -180,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = not options.ids and has_tokenizer(folder)
     codec = Codec.load(options.model_path, options.chat) if text else None
     plan.check(choice, codec)
-    vocab_size = 0 if text else model_config(folder)["vocab_size"]
+    vocab_size = 0 if text else _vocab_size(folder)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         kept = AnswerFile(options.out / "answers.jsonl", settings_of(options, text))

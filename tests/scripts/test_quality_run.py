@@ -274,6 +274,11 @@ def test_flags_go_to_the_server_of_a_mode(model):
     assert "--skip-tokenizer-init" not in eval_quality.server_flags(options, "replay", text=True)
 
 
+def test_token_ids_need_a_config(tmp_path):
+    with pytest.raises(SystemExit, match="config.json"):
+        eval_quality.main(["--model-path", str(tmp_path / "no-model"), "--ids", "--out", str(tmp_path / "out")])
+
+
 def test_variants_have_names():
     assert [answers.replay(r) for r in (0.05, 0.1, 1.0)] == ["r=0.05", "r=0.1", "r=1"]
     assert [answers.ratio_of(v) for v in ("full", "zero", "r=0.05", "r=1")] == [None, None, 0.05, 1]

@@ -30,18 +30,22 @@ def mean(scores: Sequence[float]) -> Estimate:
     """Mean of scores in [0, 1]: Wilson's interval where all are 0 or 1, a bootstrap's otherwise."""
     if all(score in (0, 1) for score in scores):
         return wilson(sum(scores), len(scores))
-    return mean_of_cells([scores])
+    return _estimate(float(np.mean(scores)), _resampled(scores, 0))
 
 
 def mean_of_cells(cells: Sequence[Sequence[float]]) -> Estimate:
-    """Mean of the cells' means, each cell resampled on its own."""
-    draws = sum(_resampled(cell, number) for number, cell in enumerate(cells)) / len(cells)
-    return _estimate(sum(float(np.mean(cell)) for cell in cells) / len(cells), draws)
+    """Mean of the cells' means. Its limits are as far from it as independent cells' limits add up to (Zou and Donner's
+    method), so that cells of nothing but zeros keep an interval with a width."""
+    each = [mean(cell) for cell in cells]
+    value = sum(one.value for one in each) / len(each)
+    below = math.hypot(*(one.value - one.low for one in each)) / len(each)
+    above = math.hypot(*(one.high - one.value for one in each)) / len(each)
+    return Estimate(value, value - below, value + above)
 
 
 def ratio_of_cells(cells: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> Estimate | None:
-    """mean_of_cells(cells) / mean_of_cells(base), the i-th scores of a cell and its base being of the same prompt: they
-    are resampled together. None where base is zero, in the scores or in a resample."""
+    """mean_of_cells(cells) / mean_of_cells(base), by a bootstrap: the i-th scores of a cell and of its base are of one
+    prompt and are resampled together. None where base is zero, in the scores or in a resample."""
     for ours, theirs in zip(cells, base, strict=True):
         if len(ours) != len(theirs):
             raise ValueError(f"a ratio needs pairs, got {len(ours)} and {len(theirs)} scores")

@@ -77,9 +77,7 @@ def _cell(name: str, variants: Sequence[str], prompts: Sequence[Mapping[str, Ans
 
 
 def estimate(chosen: Sequence[Cell], variant: str) -> Estimate:
-    """Mean score of the cells, each weighing the same; of one cell with the interval that fits its scores."""
-    if len(chosen) == 1:
-        return intervals.mean(chosen[0].scores[variant])
+    """Mean score of the cells, each weighing the same."""
     return intervals.mean_of_cells([cell.scores[variant] for cell in chosen])
 
 
