@@ -152,6 +152,15 @@ def test_only_prompts_with_all_variants_count():
     assert list(cell.scores) == ["full", "zero", "r=0.05", "r=0.1"]
 
 
+def test_a_cell_keeps_its_prompts_when_another_one_gets_a_variant_more():
+    answers = run_of(3, **ALL) + [answer(0, v, 1.0, cell="ruler/vt@2048") for v in (*ALL, "r=0.2")]
+    numbers = summary.document(answers)["question"]
+    assert {label: one["prompts"] for label, one in numbers["cells"].items()} == {"R-niah@1K": 3, "R-vt@2K": 1}
+    assert "r=20%" not in summary.table_1(numbers, "M") + summary.notes(numbers)
+    niah, vt = summary.table_3(numbers, "M").splitlines()[2:]
+    assert niah.endswith(" - |") and not vt.endswith(" - |")
+
+
 def test_full_prefill_belongs_to_every_cut():
     answers = [*run_of(2, **ALL), *(answer(i, v, 0.25, cut="random") for i in range(2) for v in ALL if v != "full")]
     question, random = (summary.cells(answers, cut)[0] for cut in ("question", "random"))

@@ -45,12 +45,12 @@ def longbench(tmp_path_factory):
 
 def test_all_modes_over_the_same_prompts(tiny_model, tmp_path, longbench):
     given = ("--benchmarks", "ruler,longbench", "--tasks", "niah_single,hotpotqa", "--longbench-dir", longbench)
-    given += ("--lengths", "480", "--count", "2", "--ratios", "0.05,1")
+    given += ("--lengths", "480", "--count", "1", "--ratios", "0.05,1")
     done = evaluate(tiny_model, tmp_path, *given)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     answers = answers_in(tmp_path)
     full = outputs(answers, "full")
-    assert len(full) == 3
+    assert len(full) == 2
     for cut in ("question", "random"):
         assert outputs(answers, "r=1", cut) == full  # in float32 a replay of all rows is a full prefill
         assert outputs(answers, "r=0.05", cut) != full  # and on this model, one of few is not
@@ -61,7 +61,7 @@ def test_all_modes_over_the_same_prompts(tiny_model, tmp_path, longbench):
 
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("server-*.log"))]
     again = evaluate(tiny_model, tmp_path, *given)
-    assert again.returncode == 0 and "15 of 15 answers" in again.stdout
+    assert again.returncode == 0 and "14 of 14 answers" in again.stdout
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("server-*.log"))] == stamps  # none was started
     assert answers_in(tmp_path) == answers
 

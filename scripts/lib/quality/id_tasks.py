@@ -106,16 +106,11 @@ def prompt(name: str, length: int, index: int, seed: int, vocab_size: int) -> Pr
 def _spread(draw: random.Random, words: Vocabulary, example: Example, room: int, cell: str) -> list[int]:
     """The units at random places of `room` tokens, filler between them. Units that do not fit are left out, but never
     those that the answer needs."""
-    asked, answer = example.question[0], set(example.answer)
-    needed = [unit for unit in example.units if answer & set(unit) or asked in unit]
-    spare = [unit for unit in example.units if not (answer & set(unit) or asked in unit)]
-    if example.question == [COUNT]:
-        needed, spare = example.units, []
-    while spare and sum(map(len, needed)) + sum(map(len, spare)) > room:
-        spare.pop()
-    kept = {id(unit) for unit in (*needed, *spare)}
-    units = [unit for unit in example.units if id(unit) in kept]
-    used = sum(map(len, units))
+    matters = {*example.question, *example.answer}
+    units, used = list(example.units), sum(map(len, example.units))
+    for at in reversed(range(len(units))):
+        if used > room and not matters & set(units[at]) and example.question != [COUNT]:
+            used -= len(units.pop(at))
     if used > room:
         raise SystemExit(f"{cell}: needs {used} tokens beside the question, {room} are there; raise --lengths")
     if not example.ordered:

@@ -21,7 +21,7 @@ CUT_NAMES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The prompts of one task and length that every variant has answered, in the same order for each."""
+    """The prompts of one task and length that have been answered in all of the cell's variants, in one order."""
 
     benchmark: str
     task: str
@@ -47,14 +47,14 @@ def order(variants: Iterable[str]) -> list[str]:
 
 
 def cells(answers: Iterable[Answer], cut: str) -> list[Cell]:
-    """The cells of a cut that have a prompt with all variants; full prefill belongs to every cut."""
-    chosen = [answer for answer in answers if answer.cut in (None, cut)]
-    variants = order(answer.variant for answer in chosen)
+    """The cells of a cut that have a prompt with all variants of the cell; full prefill belongs to every cut."""
     grouped: dict[str, dict[str, dict[str, Answer]]] = {}
-    for answer in chosen:
-        grouped.setdefault(answer.cell, {}).setdefault(answer.prompt, {})[answer.variant] = answer
+    for answer in answers:
+        if answer.cut in (None, cut):
+            grouped.setdefault(answer.cell, {}).setdefault(answer.prompt, {})[answer.variant] = answer
     found = []
     for name, prompts in grouped.items():
+        variants = order(variant for by_variant in prompts.values() for variant in by_variant)
         whole = [by_variant for _, by_variant in sorted(prompts.items()) if len(by_variant) == len(variants)]
         if whole:
             found.append(_cell(name, variants, whole))
@@ -123,7 +123,7 @@ def _of_cut(found: Sequence[Cell]) -> dict[str, Any]:
 
 def _numbers(chosen: Sequence[Cell]) -> dict[str, Any]:
     variants = {}
-    for variant in chosen[0].scores:
+    for variant in _common(cell.scores for cell in chosen):
         share = of_full(chosen, variant)
         shares = [cell.replayed.get(variant) for cell in chosen]
         variants[variant] = {
@@ -133,6 +133,11 @@ def _numbers(chosen: Sequence[Cell]) -> dict[str, Any]:
             "same_as_full": _share([one for cell in chosen for one in cell.same.get(variant, ())]),
         }
     return {"prompts": sum(cell.count for cell in chosen), "cells": len(chosen), "variants": variants}
+
+
+def _common(each: Iterable[Iterable[str]]) -> list[str]:
+    """The variants that all of them have."""
+    return order(set.intersection(*map(set, each)))
 
 
 def _share(hits: Sequence[bool]) -> float | None:
@@ -171,7 +176,7 @@ def table_3(found: Mapping[str, Any], model: str) -> str:
     variants = order(v for numbers in found["cells"].values() for v in numbers["variants"])
     header = ["Model", "Cell", "n", *map(title, variants)]
     rows = [
-        [model, label, numbers["prompts"], *(_interval(numbers["variants"][v]["score"]) for v in variants)]
+        [model, label, numbers["prompts"], *(_score(numbers["variants"].get(v)) for v in variants)]
         for label, numbers in found["cells"].items()
     ]
     return markdown(header, rows)
@@ -182,7 +187,7 @@ def notes(found: Mapping[str, Any]) -> str:
     tokens. And how many answers are token by token those of full prefill."""
     of_cells = [numbers["variants"] for numbers in found["cells"].values()]
     said = []
-    for variant in of_cells[0]:
+    for variant in _common(of_cells):
         shares = [of[variant]["replayed_share"] for of in of_cells]
         same = [found["benchmarks"][name]["variants"][variant]["same_as_full"] for name in found["benchmarks"]]
         if variant != FULL:
@@ -198,6 +203,10 @@ def notes(found: Mapping[str, Any]) -> str:
 def title(variant: str) -> str:
     ratio = ratio_of(variant)
     return f"r={ratio * 100:g}%" if ratio is not None else {FULL: "Full", ZERO: "Zero-only"}[variant]
+
+
+def _score(one: Mapping[str, Any] | None) -> str:
+    return _interval(one["score"]) if one else "-"
 
 
 def _interval(one: Mapping[str, float]) -> str:
