@@ -20,12 +20,13 @@ ELSEWHERE = {
     "scripts/demo": "its servers are those of tests/serving",
     ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/server.py",
     ".venv/bin/python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
+    "python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
     "SGLANG_TAILREPLAY=": "tests/serving/test_operation.py",
     "sglang.Engine(": "tests/serving/test_operation.py",
     "curl localhost:30000/generate": "tests/serving/test_operation.py",
     '"text": ': "the body of that request",
     "curl -s localhost:30000/metrics": "tests/serving/test_workloads.py",
-    "# [0, m-k)": "a picture",
+    ".venv/bin/python scripts/soak": "tests/serving/test_soak.py",
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
     ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
 }
@@ -37,13 +38,17 @@ def commands() -> list[str]:
         fenced = False
         for line in page.read_text().splitlines():
             fenced ^= line.startswith("```")
-            if line.startswith("    ") and not fenced and line.strip():
+            if not line.startswith("    ") or fenced or not line.strip():
+                continue
+            if found and found[-1].endswith("\\"):
+                found[-1] = found[-1][:-1] + line.strip()
+            else:
                 found.append(line.strip())
     return found
 
 
 def elsewhere(command: str) -> bool:
-    return any(command.startswith(beginning) for beginning in ELSEWHERE)
+    return command.startswith("# ") or any(command.startswith(beginning) for beginning in ELSEWHERE)
 
 
 HERE = [command for command in commands() if not elsewhere(command)]
@@ -80,8 +85,17 @@ def test_workload_options(command, monkeypatch):
     assert options.url and options.workloads
 
 
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/eval_quality")])
+def test_quality_options(command, monkeypatch, tmp_path):
+    """The evaluation itself runs in tests/serving/test_quality.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
+    arguments = [str(tmp_path) if word in ("M", "DIR", "RUN") else word for word in words(command)[1:]]
+    assert importlib.import_module("eval_quality").parse(arguments).model_path
+
+
 def test_every_command_has_a_test():
-    assert [command for command in HERE if not command.startswith(("scripts/simulate", "scripts/workload"))] == []
+    programs = ("scripts/simulate", "scripts/workload", "scripts/eval_quality")
+    assert [command for command in HERE if not command.startswith(programs)] == []
 
 
 def test_programs_and_files_that_pages_name_exist():

@@ -13,6 +13,7 @@ import pytest
 from sglang_tailreplay import compat, guard, hooks, runtime
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.hooks import ENTRY, SERVING, Hook
+from sglang_tailreplay.radix.rows import RequestRows
 from sglang_tailreplay.scheduling import RATIO_PARAM, Step
 
 TABLE = ENTRY + SERVING
@@ -337,11 +338,15 @@ def test_a_mixed_batch_carries_both_steps():
 
 
 def test_details_are_extended_only_where_there_are_some():
-    hit = SimpleNamespace(tail_replay=SimpleNamespace(boundary=9, replayed=4, generation=1))
+    rows = RequestRows()
+    rows.boundary, rows.replayed, rows.answer_generation = 9, 4, 1
+    hit = SimpleNamespace(tail_replay=rows)
     details = {"device": 9}
     added = {"tail_replay_matched": 9, "tail_replay_replayed": 4, "tail_replay_generation": 1}
     assert hooks.add_details(details, None, hit) == {"device": 9, **added}
     assert details == {"device": 9}
+    rows.anchored = True
+    assert hooks.add_details(details, None, hit) == {"device": 9, **added, "tail_replay_anchored": 1}
     assert hooks.add_details(None, None, hit) is None
     assert hooks.add_details(details, None, SimpleNamespace()) == details
 

@@ -182,7 +182,8 @@ def start(
     """Start the process and return at once."""
     log_path, port = Path(log_path).resolve(), free_port()
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", module, "--model-path", str(Path(model_dir).resolve())]
+    model = Path(model_dir).resolve() if Path(model_dir).exists() else model_dir  # or a model hub's name
+    command = [sys.executable, "-m", module, "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *flags]
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     defaults["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"

@@ -1,0 +1,204 @@
+"""What replaying a tail costs in quality: RULER and LongBench through the real server, every prompt served from a
+cached prefix that ends where its question begins, and from one that ends at a random token.
+
+    scripts/eval_quality --model-path M --benchmarks ruler,longbench --modes full,zero,replay --ratios 0.05,0.10
+    scripts/eval_quality --model-path M --url http://HOST:30000 --modes full,replay   # a server that runs already
+
+Modes: full, nothing cached; zero, KV reused and states zero (the paper's baseline, a server of its own); replay, at
+each of --ratios on one server. All over the same prompts. Flags after -- go to the servers that this script starts:
+
+    scripts/eval_quality --model-path M --lengths 1024,2048 --count 50 -- --dtype float32
+
+Every answer is kept in OUT/answers.jsonl, and the same command goes on from there. OUT/report.md has tables in the
+shape of the paper's Tables 1 and 3, OUT/report.json the numbers, OUT/quality.svg a plot. An answer that was not served
+from the intended boundary is an error, not a data point. The exit code is non-zero when there were errors, or when a
+replay of all rows (a ratio of 1) does not give the answers of full prefill. How to read it: docs/quality.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments import model_config, names, numbers, settings
+from origin import origin
+from quality import id_tasks, longbench, plan, plot, ruler, summary
+from quality.answers import AnswerFile, AnswersDiffer
+from quality.ask import Asker
+from quality.codec import Codec, has_tokenizer
+from quality.plan import BENCHMARKS, MODES, SERVERS, Choice, Job
+from quality.progress import Progress
+from quality.prompt import CUTS
+from quality.runs import Outcome, run, server
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    argv = list(argv)
+    own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser("eval_quality", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    _add_what(parser)
+    _add_how(parser)
+    options = parser.parse_args(own)
+    options.server_flags, options.model_shape = flags, None
+    _check(parser, options)
+    return options
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    tasks = sorted({*ruler.TASKS, *id_tasks.TASKS, *longbench.TASKS})
+    parser.add_argument("--model-path", required=True, help="for the server, and for its tokenizer")
+    parser.add_argument("--benchmarks", type=names(BENCHMARKS), default=("ruler",), help="of ruler,longbench")
+    parser.add_argument("--tasks", type=names(tuple(tasks)), help=f"all, or some of {','.join(tasks)}")
+    parser.add_argument("--modes", type=names(MODES), default=MODES, help=f"of {','.join(MODES)}")
+    parser.add_argument("--ratios", type=numbers(float), default=(0.05, 0.1), help="of the replay mode; 0.05,0.1")
+    parser.add_argument("--cuts", type=names(CUTS), default=CUTS, help="where the cached prefix ends; question,random")
+    parser.add_argument("--lengths", type=numbers(int), default=(8192, 16384), help="tokens of prompt and answer")
+    parser.add_argument("--count", type=int, default=200, help="prompts a cell (a task at a length); 200")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longbench-dir", type=Path, help="folder with LongBench's narrativeqa.jsonl, ...")
+    parser.add_argument("--qa-file", type=Path, help="documents and questions of ruler's qa, in SQuAD's format")
+    parser.add_argument("--haystack", type=Path, help="a text file to hide needles in; a few fixed sentences without")
+    parser.add_argument("--ids", action="store_true", help="tasks over token ids; so for a model without a tokenizer")
+    parser.add_argument("--chat", action="store_true", help="put the model's chat template around each prompt")
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("quality"), help="folder; an earlier run in it is continued")
+    parser.add_argument("--report-only", action="store_true", help="ask nothing, write the report of what is there")
+    parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time")
+    parser.add_argument("--url", help="a running server with this plugin in mode replay")
+    parser.add_argument("--zero-url", help="one in mode zero")
+    parser.add_argument("--min-tokens", type=int, help="the server's --tail-replay-min-tokens")
+    parser.add_argument("--max-tokens", type=int, help="the server's --tail-replay-max-tokens")
+    parser.add_argument("--server-env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--ready-seconds", type=float, default=1800, help="time limit for the start of a server")
+    parser.add_argument("--commit", help="where the checkout has no .git")
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if bad := [ratio for ratio in options.ratios if not 0 < ratio <= 1]:
+        parser.error(f"--ratios must lie in (0, 1], not {bad[0]:g}")
+    if min(options.count, options.concurrency, *options.lengths) < 1:
+        parser.error("--count, --concurrency and --lengths must be positive")
+    if options.url and "zero" in options.modes and not options.zero_url:
+        parser.error("--modes zero needs a server of its own: --zero-url, or leave zero out")
+    if (options.url or options.zero_url) and options.server_flags:
+        parser.error("flags after -- are for servers that this script starts, not for --url")
+
+
+def choice_of(options: argparse.Namespace) -> Choice:
+    fields = ("benchmarks", "tasks", "modes", "ratios", "cuts", "lengths", "count", "seed")
+    files = ("longbench_dir", "qa_file", "haystack")
+    return Choice(**{field: getattr(options, field) for field in (*fields, *files)})
+
+
+def settings_of(options: argparse.Namespace, text: bool) -> dict[str, Any]:
+    """What may not change between the answers of one file. Modes, tasks, lengths and counts may."""
+    same = ("seed", "min_tokens", "max_tokens", "server_flags", "server_env", "url", "zero_url", "chat")
+    return {"model": Path(options.model_path).name, "text": text, **{name: getattr(options, name) for name in same}}
+
+
+# ------------------------------------------------------------------------------------------------------- executing
+
+
+def server_flags(options: argparse.Namespace, mode: str, text: bool) -> list[str]:
+    flags = ["--tail-replay-mode", mode]
+    for name in ("min_tokens", "max_tokens"):
+        if (value := getattr(options, name)) is not None:
+            flags += [f"--tail-replay-{name.replace('_', '-')}", str(value)]
+    tokenizer = [] if text and has_tokenizer(Path(options.model_path)) else ["--skip-tokenizer-init"]
+    return [*flags, *tokenizer, *options.server_flags]
+
+
+def ask_all(options: argparse.Namespace, jobs: dict[str, list[Job]], codec: Codec | None, kept: AnswerFile) -> Outcome:
+    total, todo = sum(map(len, jobs.values())), {mode: missing(found, kept) for mode, found in jobs.items()}
+    progress = Progress(total, total - sum(map(len, todo.values())), Path(options.model_path).name)
+    if progress.done:
+        print(f"{progress.done} of {total} answers are in {kept.path}", flush=True)
+    both = Outcome()
+    for mode, left in todo.items():
+        if left:
+            outcome = _ask_server(options, mode, left, codec, kept, progress)
+            both.errors += outcome.errors
+            both.stopped = both.stopped or outcome.stopped
+    return both
+
+
+def missing(jobs: Sequence[Job], kept: AnswerFile) -> list[Job]:
+    return [job for job in jobs if kept.find(job.key, job.prompt.digest) is None]
+
+
+def _ask_server(
+    options: argparse.Namespace, mode: str, jobs: list[Job], codec: Codec | None, kept: AnswerFile, progress: Progress
+) -> Outcome:
+    def ask(url: str) -> Outcome:
+        asker = Asker(url.rstrip("/"), uuid.uuid4().hex, codec, options.max_tokens)
+        return run(jobs, asker, kept, options.concurrency, progress)
+
+    given = options.zero_url if mode == "zero" else options.url
+    if given:
+        return ask(given)
+    log, env = options.out / f"server-{mode}.log", settings(options.server_env, mode, str, SERVERS)
+    flags = server_flags(options, mode, codec is not None)
+    with server(options.model_path, flags, env, log, options.ready_seconds) as url:
+        return ask(url)
+
+
+def write_report(options: argparse.Namespace, kept: AnswerFile, outcome: Outcome) -> list[str]:
+    """Returns the problems, which are in the report too."""
+    answers, model = list(kept.answers.values()), Path(options.model_path).name
+    problems = summary.problems(answers)
+    if outcome.stopped:
+        problems.append(f"stopped after {outcome.stopped}")
+    problems += [f"not counted: {error}" for error in outcome.errors]
+    numbers = summary.document(answers)
+    head = origin("scripts/eval_quality", options)
+    report = {"tool": "eval_quality", **head, "settings": _settings_in(kept), "problems": problems, "cuts": numbers}
+    (options.out / "report.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+    text = [f"# Quality of {model}", f"`{head['command']}`, commit {head['commit']}", summary.tables(numbers, model)]
+    text += ["\n".join(f"PROBLEM {problem}" for problem in problems)] if problems else []
+    (options.out / "report.md").write_text("\n\n".join(text) + "\n")
+    drawn = plot.draw(numbers, model, options.out / "quality.svg")
+    print("\n" + "\n\n".join(text[2:]) + f"\n\nwritten to {options.out}: report.md, report.json", *drawn, sep=", ")
+    return problems
+
+
+def _vocab_size(folder: Path) -> int:
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"--ids needs the model's config.json: {folder} is no folder that has one")
+    return model_config(folder)["vocab_size"]
+
+
+def _settings_in(kept: AnswerFile) -> dict[str, Any]:
+    with kept.path.open() as lines:
+        return json.loads(next(lines))["settings"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server's group is killed too
+    choice, folder = choice_of(options), Path(options.model_path)
+    text = not options.ids and has_tokenizer(folder)
+    codec = Codec.load(options.model_path, options.chat) if text else None
+    plan.check(choice, codec)
+    vocab_size = 0 if text else _vocab_size(folder)
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = AnswerFile(options.out / "answers.jsonl", settings_of(options, text))
+        outcome = Outcome()
+        if not options.report_only:
+            prompts = list(plan.prompts(choice, codec, vocab_size))
+            outcome = ask_all(options, {mode: plan.jobs(choice, prompts, mode) for mode in SERVERS}, codec, kept)
+    except AnswersDiffer as error:
+        raise SystemExit(f"error: {error}") from None
+    kept.close()
+    return 1 if write_report(options, kept, outcome) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Which prompts are asked in which ways, and of which server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from quality import answers, id_tasks, longbench, ruler, words
+from quality.answers import FULL, ZERO, Key
+from quality.codec import Codec
+from quality.prompt import Prompt
+
+BENCHMARKS = ("ruler", "longbench")
+MODES = ("full", "zero", "replay")
+SERVERS = ("replay", "zero")  # by the mode they run in
+
+
+class Job(NamedTuple):
+    prompt: Prompt
+    cut: str | None
+    variant: str
+
+    @property
+    def key(self) -> Key:
+        return Key(self.prompt.name, self.cut, self.variant)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is asked, apart from the model."""
+
+    benchmarks: tuple[str, ...]
+    tasks: tuple[str, ...] | None  # None: all
+    modes: tuple[str, ...]
+    ratios: tuple[float, ...]
+    cuts: tuple[str, ...]
+    lengths: tuple[int, ...]
+    count: int  # prompts a cell
+    seed: int
+    longbench_dir: Path | None = None
+    qa_file: Path | None = None
+    haystack: Path | None = None
+
+
+def ruler_tasks(choice: Choice, text: bool) -> list[str]:
+    names = ruler.TASKS if text else id_tasks.TASKS
+    chosen = [name for name in names if choice.tasks is None or name in choice.tasks]
+    if "qa" in chosen and choice.qa_file is None:
+        if choice.tasks is not None:
+            raise SystemExit("ruler's qa needs --qa-file, a JSON file in SQuAD's format")
+        chosen.remove("qa")
+    return chosen
+
+
+def longbench_tasks(choice: Choice) -> list[str]:
+    return [name for name in longbench.TASKS if choice.tasks is None or name in choice.tasks]
+
+
+def check(choice: Choice, codec: Codec | None) -> None:
+    """SystemExit for what cannot be run, before anything takes time."""
+    known = {*(ruler.TASKS if codec else id_tasks.TASKS), *longbench.TASKS}
+    if unknown := [task for task in choice.tasks or () if task not in known]:
+        raise SystemExit(f"--tasks: {', '.join(unknown)} not in {', '.join(sorted(known))}")
+    if "longbench" in choice.benchmarks:
+        if codec is None:
+            raise SystemExit("longbench is text, and this model has no tokenizer: --benchmarks ruler")
+        if tasks := longbench_tasks(choice):
+            longbench.check_files(choice.longbench_dir, tasks)
+
+
+def prompts(choice: Choice, codec: Codec | None, vocab_size: int) -> Iterator[Prompt]:
+    """The i-th prompt of every cell before any (i+1)-th, so that a run that is cut short has them all."""
+    makers = []
+    for benchmark in choice.benchmarks:
+        makers += _ruler(choice, codec, vocab_size) if benchmark == "ruler" else _longbench(choice, codec)
+    for index in range(choice.count):
+        for make, available in makers:
+            if index < available:
+                yield make(index)
+
+
+def _ruler(choice: Choice, codec: Codec | None, vocab_size: int) -> list:
+    tasks = ruler_tasks(choice, codec is not None)
+    sentences = words.sentences(choice.haystack) if choice.haystack else words.NOISE
+    documents = ruler.read_documents(choice.qa_file) if "qa" in tasks and codec else ()
+    material = ruler.Material(sentences, documents)
+
+    def maker(task: str, length: int):
+        if codec is None:
+            return lambda index: id_tasks.prompt(task, length, index, choice.seed, vocab_size)
+        return lambda index: ruler.prompt(task, length, index, choice.seed, codec, material)
+
+    questions = sum(len(document.questions) for document in documents)
+    most = {"qa": questions}
+    return [(maker(t, length), most.get(t, choice.count)) for length in choice.lengths for t in tasks]
+
+
+def _longbench(choice: Choice, codec: Codec) -> list:
+    def maker(task: str, length: int, records: list):
+        return lambda index: longbench.prompt(task, length, index, records[index], codec)
+
+    records = {task: longbench.read(choice.longbench_dir, task, choice.count) for task in longbench_tasks(choice)}
+    return [(maker(t, n, found), len(found)) for n in choice.lengths for t, found in records.items()]
+
+
+def jobs(choice: Choice, asked: Sequence[Prompt], server: str) -> list[Job]:
+    """What to ask of the server in this mode, prompt by prompt. Full prefill is the same on both: nothing is cached."""
+    with_full = "replay" if "replay" in choice.modes else "zero" if "zero" in choice.modes else "replay"
+    variants: list[tuple[str | None, str]] = []
+    if "full" in choice.modes and server == with_full:
+        variants.append((None, FULL))
+    for cut in choice.cuts:
+        if server == "replay" and "replay" in choice.modes:
+            variants += [(cut, answers.replay(ratio)) for ratio in choice.ratios]
+        if server == "zero" and "zero" in choice.modes:
+            variants.append((cut, ZERO))
+    return [Job(prompt, cut, variant) for prompt in asked for cut, variant in variants]

@@ -1,0 +1,72 @@
+"""Scores against the replay ratio, with full prefill and a zero state beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quality.answers import FULL, ZERO, ratio_of
+from quality.summary import BENCHMARKS
+
+
+def points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, float]]:
+    """Replay ratio in percent (zero state: 0), score, and how far its interval reaches below and above."""
+    found = []
+    for variant, one in variants.items():
+        ratio = 0.0 if variant == ZERO else ratio_of(variant)
+        if ratio is not None:
+            score = one["score"]
+            found.append((ratio * 100, score["value"], score["value"] - score["low"], score["high"] - score["value"]))
+    return sorted(found)
+
+
+def panels(numbers: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Title and lines of each panel: a benchmark's cells at one cut, and their mean."""
+    found = []
+    for cut, of_cut in numbers.items():
+        for name, mean in of_cut["benchmarks"].items():
+            long, short = BENCHMARKS[name]
+            lines = {label: one for label, one in of_cut["cells"].items() if label.startswith(f"{short}-")}
+            found.append((f"{long}, cut: {cut}", {**lines, "mean": mean}))
+    return found
+
+
+def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
+    """Writes out.svg and out.png; nothing where there is nothing to draw."""
+    chosen = panels(numbers)
+    if not chosen:
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(1, len(chosen), figsize=(5.5 * len(chosen), 4.5), squeeze=False, sharey=True)
+    for axes, (title, lines) in zip(all_axes[0], chosen, strict=True):
+        for label, one in lines.items():
+            _line(axes, label, one["variants"])
+        axes.set(xlabel="replayed share of the cached prefix, % (0: zero state)", title=title, ylim=(-0.02, 1.02))
+        axes.grid(True, alpha=0.25)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize=7)
+    all_axes[0][0].set_ylabel("score; dashed: full prefill")
+    figure.suptitle(model)
+    figure.tight_layout()
+    written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
+    for path in written:
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return written
+
+
+def _line(axes: Any, label: str, variants: Mapping[str, Any]) -> None:
+    width = 2.5 if label == "mean" else 1.0
+    colour = {"color": "k"} if label == "mean" else {}
+    measured = points(variants)
+    if measured:
+        ratios, scores, below, above = zip(*measured, strict=True)
+        drawn = axes.errorbar(ratios, scores, (below, above), marker="o", markersize=3, lw=width, label=label, **colour)
+        colour = {"color": drawn[0].get_color()}
+    if FULL in variants:
+        axes.axhline(variants[FULL]["score"]["value"], ls="--", lw=width / 2, **colour)

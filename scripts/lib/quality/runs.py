@@ -1,0 +1,83 @@
+"""Runs the jobs of one server: starts it where no address is given, asks many at a time, keeps every answer."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arguments import CHECKOUT
+
+from quality.answers import AnswerFile
+from quality.ask import Asker, ServerFailed, WrongBoundary
+from quality.plan import Job
+from quality.progress import Progress
+
+sys.path.append(str(CHECKOUT / "tests" / "serving"))
+PATIENCE = 8  # errors in a row: more would only take time
+
+
+@dataclass
+class Outcome:
+    errors: list[str] = field(default_factory=list)
+    stopped: str | None = None  # why the run ended before its jobs did
+
+
+@contextlib.contextmanager
+def server(model: str, flags: Sequence[str], env: Mapping[str, str], log: Path, seconds: float) -> Iterator[str]:
+    """A server of its own in a process group of its own; yields its address."""
+    import server as serving
+
+    print(f"starting {' '.join(flags)}; log in {log}", flush=True)
+    started = serving.start(model, *flags, env=dict(env), log_path=log)
+    try:
+        serving.wait_ready(started, seconds)
+        yield started.base_url
+    finally:
+        serving.stop(started)
+
+
+def run(jobs: Sequence[Job], asker: Asker, kept: AnswerFile, concurrency: int, progress: Progress) -> Outcome:
+    """An answer that was not served from its boundary is asked for once more (a full cache may have dropped the prefix
+    in between), and is an error then."""
+    outcome, in_a_row, lock, over = Outcome(), [0], threading.Lock(), threading.Event()
+    progress.resume()
+
+    def one(job: Job) -> None:
+        if over.is_set():
+            return
+        error = _ask_twice(job, asker, kept)
+        with lock:
+            in_a_row[0] = in_a_row[0] + 1 if error else 0
+            if error:
+                outcome.errors.append(f"{job.prompt.name} {job.variant} cut={job.cut}: {error}")
+            if in_a_row[0] >= PATIENCE:
+                outcome.stopped = f"{PATIENCE} errors in a row, the last one: {outcome.errors[-1]}"
+                over.set()
+        progress.step(f"{job.prompt.name} {job.variant}", failed=error is not None)
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        try:
+            for _ in pool.map(one, jobs):
+                pass
+        except BaseException:
+            over.set()  # or the pool would ask all that is queued before it ends
+            raise
+    return outcome
+
+
+def _ask_twice(job: Job, asker: Asker, kept: AnswerFile) -> str | None:
+    for attempt in range(2):
+        try:
+            kept.add(asker.answer(*job))
+            return None
+        except WrongBoundary as error:
+            if attempt:
+                return str(error)
+        except ServerFailed as error:
+            return str(error)
+    return None
