@@ -73,6 +73,17 @@ def test_saved_states_take_their_part_of_the_host(sandbox):
     assert "of 290.02 GiB free" in memory["rows on the host"]
 
 
+def test_sizes_that_a_configuration_leaves_out_are_its_models_defaults(sandbox, tmp_path):
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
+    config = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = sandbox(call, ["--model-path", str(tmp_path), *GPU])
+    memory = dict(map(tuple, report["sections"]["memory"]))
+    assert report["code"] == 0
+    assert "tokens of 122,880 bytes" in memory["KV"]  # 8 layers, 2 x 30 heads of 128
+    assert "tokens of 53,760 bytes" in memory["rows on the host"]  # 7 groups of 3,840
+
+
 def other_words(arguments: list[str]) -> dict:
     from sglang_tailreplay import forecast
 
