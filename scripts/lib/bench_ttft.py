@@ -36,6 +36,7 @@ import engine_process
 import paper
 from arguments import add_common, model_config, model_folder, names, numbers, python_path, settings
 from bench_plan import BenchPlan, Estimates, Kind, Sizes
+from engine_process import Limits
 from measure import ENGINE_ARGS
 from origin import origin
 
@@ -58,7 +59,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     _add_sizes(parser)
     parser.add_argument("--tflops", type=float, help="of a bf16 matrix product; measured unless given with --link-gbs")
     parser.add_argument("--link-gbs", type=float, help="GB/s from pinned host memory to the GPU")
-    parser.add_argument("--engine-seconds", type=float, default=280, help="time limit per engine, start included")
+    parser.add_argument("--start-limit", type=float, default=300, help="seconds until an engine must be ready")
+    parser.add_argument("--engine-seconds", type=float, default=280, help="time limit per engine, from then on")
     parser.add_argument("--total-seconds", type=float, default=math.inf, help="the last engines get what is left")
     guess = parser.add_argument_group("for the times that --dry-run prints, all three or none")
     guess.add_argument("--start-seconds", type=float)
@@ -167,8 +169,8 @@ def main() -> int:
     config, speeds = model_config(model_folder(options)), speeds_of(options)
     for plan in chosen:
         left = options.total_seconds - (time.monotonic() - began)
-        limit = max(min(options.engine_seconds, left), 0)
-        engines[plan.name] = engine_process.run_engine(plan, "bench_runner", options.out, limit)
+        limits = Limits(options.start_limit, options.engine_seconds, left)
+        engines[plan.name] = engine_process.run_engine(plan, "bench_runner", options.out, limits)
         report = bench_report.assemble(head, config, speeds, engines, time.monotonic() - began)
         write(report, options.out)  # after each engine: a later one may be cut off
     print(f"\n{bench_print.print_report(report)}\n\nwritten to {options.out}")

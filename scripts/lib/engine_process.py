@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,20 +11,28 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LIB = Path(__file__).resolve().parent
 
 
-def run_engine(plan: Any, runner: str, out: Path, limit: float) -> dict[str, Any]:
+class Limits(NamedTuple):
+    """Seconds. A start takes 40 to 150 of them on one and the same kind of machine, so it has a limit of its own."""
+
+    start: float  # until the engine is ready
+    work: float  # from then on
+    total: float = math.inf  # for both
+
+
+def run_engine(plan: Any, runner: str, out: Path, limits: Limits) -> dict[str, Any]:
     """Run `plan` by the module `runner` of this folder. Returns the outcome that it wrote, whatever ended it;
     `error` is None where it came to its end."""
     log = out.with_suffix(f".{plan.name}.log")
-    print(f"[{plan.name}] starting, at most {limit:.0f} s, log in {log}", flush=True)
+    print(f"[{plan.name}] starting, at most {limits.start:.0f} s, log in {log}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "plan.json").write_text(json.dumps(plan.to_json()))
-        ended = _run_child(plan, runner, Path(folder), log, limit)
+        ended = _run_child(plan, runner, Path(folder), log, limits)
         result = Path(folder) / "out.json"
         outcome = json.loads(result.read_text()) if result.exists() else {"sections": {}, "error": "no result"}
     if outcome["error"]:
@@ -36,7 +45,7 @@ def run_engine(plan: Any, runner: str, out: Path, limit: float) -> dict[str, Any
     return {"args": args, "env": env, "wall_seconds": wall, "log": log.name, **outcome}
 
 
-def _run_child(plan: Any, runner: str, folder: Path, log: Path, limit: float) -> str:
+def _run_child(plan: Any, runner: str, folder: Path, log: Path, limits: Limits) -> str:
     """Run the module in its own process group and leave nothing of it behind. Returns how it ended."""
     progress = os.dup(sys.stdout.fileno())
     command = [sys.executable, LIB / f"{runner}.py", folder / "plan.json", folder / "out.json"]
@@ -52,9 +61,7 @@ def _run_child(plan: Any, runner: str, folder: Path, log: Path, limit: float) ->
             pass_fds=(progress,),
         )
     try:
-        return f"exit code {child.wait(limit)}"
-    except subprocess.TimeoutExpired:
-        return f"killed at the limit of {limit:.0f} s"
+        return wait(child, folder / "out.json", limits)
     finally:
         os.close(progress)
         try:
@@ -62,6 +69,31 @@ def _run_child(plan: Any, runner: str, folder: Path, log: Path, limit: float) ->
         except ProcessLookupError:
             pass
         child.wait()
+
+
+def wait(child: subprocess.Popen, outcome: Path, limits: Limits) -> str:
+    """Wait for the child's end; TimeoutExpired never leaves. Returns how it ended, or that it has to be killed."""
+    begin, ready, what = time.monotonic(), None, "start"
+    while True:
+        try:
+            return f"exit code {child.wait(0.2)}"
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if ready is None and _is_ready(outcome):
+            ready, what = now, "work"
+        since, limit = (begin, limits.start) if ready is None else (ready, limits.work)
+        if now - since >= limit:
+            return f"killed at the limit of {limit:.0f} s for its {what}"
+        if now - begin >= limits.total:
+            return f"killed at the limit of {limits.total:.0f} s"
+
+
+def _is_ready(outcome: Path) -> bool:
+    """Whether the runner has written that its engine is up."""
+    try:
+        return json.loads(outcome.read_text())["start_seconds"] is not None
+    except (OSError, ValueError):  # not there yet, or half written
+        return False
 
 
 def tail(log: Path, lines: int = 30) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -25,6 +26,7 @@ import measure
 import report as reports
 from arguments import CHECKOUT, add_common, model_config, model_folder, names, numbers, python_path
 from arguments import settings as settings_of
+from engine_process import Limits
 from measure import EnginePlan, Sizes
 from origin import origin
 
@@ -34,9 +36,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_common(parser, "gpu_check.json")
     parser.add_argument("--only", type=names(measure.SECTIONS), default=measure.SECTIONS, metavar="SECTION,...")
     parser.add_argument("--engines", type=names(measure.ENGINES), default=measure.ENGINES, metavar="ENGINE,...")
-    parser.add_argument("--unit", action="store_true", help="run `pytest -m gpu tests/cuda_streams` first")
+    parser.add_argument("--unit", action="store_true", help="run the unit tests marked gpu first")
     _add_sizes(parser)
-    parser.add_argument("--engine-seconds", type=float, default=280, help="time limit per engine, start included")
+    parser.add_argument("--start-limit", type=float, default=300, help="seconds until an engine must be ready")
+    parser.add_argument("--engine-seconds", type=float, default=280, help="time limit per engine, from then on")
+    parser.add_argument("--total-seconds", type=float, default=math.inf, help="the last engines get what is left")
     parser.add_argument("--unit-seconds", type=float, default=240)
     return parser.parse_args(argv)
 
@@ -119,7 +123,8 @@ def main() -> int:
     head = {**origin("scripts/gpu_check", options), "sizes": sizes_of(options).__dict__}
     unit = run_unit(options.unit_seconds) if options.unit else None
     for plan in chosen:
-        engines[plan.name] = engine_process.run_engine(plan, "check_runner", options.out, options.engine_seconds)
+        limits = Limits(options.start_limit, options.engine_seconds, options.total_seconds - (time.monotonic() - began))
+        engines[plan.name] = engine_process.run_engine(plan, "check_runner", options.out, limits)
         report = reports.assemble(head, engines, unit, time.monotonic() - began)
         options.out.write_text(json.dumps(report, indent=1) + "\n")  # after each engine: a later one may be cut off
     print(f"\n{reports.print_report(report)}\n\nwritten to {options.out}")
