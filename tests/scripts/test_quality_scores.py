@@ -161,6 +161,13 @@ def test_a_cell_keeps_its_prompts_when_another_one_gets_a_variant_more():
     assert niah.endswith(" - |") and not vt.endswith(" - |")
 
 
+def test_a_cell_that_was_not_asked_at_a_cut_is_not_there():
+    answers = run_of(2, **ALL) + [answer(0, v, 1.0, cell="ruler/vt@2048", cut="random") for v in ALL]
+    assert [cell.label for cell in summary.cells(answers, "question")] == ["R-niah@1K"]
+    assert [cell.label for cell in summary.cells(answers, "random")] == ["R-vt@2K"]
+    assert [cell.label for cell in summary.cells(run_of(2, full=1.0), "question")] == ["R-niah@1K"]
+
+
 def test_full_prefill_belongs_to_every_cut():
     answers = [*run_of(2, **ALL), *(answer(i, v, 0.25, cut="random") for i in range(2) for v in ALL if v != "full")]
     question, random = (summary.cells(answers, cut)[0] for cut in ("question", "random"))

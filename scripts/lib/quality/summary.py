@@ -58,7 +58,8 @@ def cells(answers: Iterable[Answer], cut: str) -> list[Cell]:
         whole = [by_variant for _, by_variant in sorted(prompts.items()) if len(by_variant) == len(variants)]
         if whole:
             found.append(_cell(name, variants, whole))
-    return sorted(found, key=lambda cell: (cell.benchmark, cell.task, cell.length))
+    at_cut = [cell for cell in found if set(cell.scores) != {FULL}]  # the others were asked at another cut, if at any
+    return sorted(at_cut or found, key=lambda cell: (cell.benchmark, cell.task, cell.length))
 
 
 def _cell(name: str, variants: Sequence[str], prompts: Sequence[Mapping[str, Answer]]) -> Cell:
