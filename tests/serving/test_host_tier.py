@@ -8,7 +8,17 @@ SMALL += ("--max-running-requests", "4", "--mem-fraction-static", "0.2", "--slee
 HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--tail-replay-ratio", "1.0", "--enable-metrics")
 
 
-@pytest.fixture(scope="module", params=["write_through", "write_through_selective", "write_back"])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "write_through",
+        pytest.param("write_through_selective", marks=SLOW),
+        pytest.param("write_back", marks=SLOW),
+    ],
+)
 def tiered(request, serve_tiny):
     with serve_tiny(*HOST, "--hicache-write-policy", request.param, small=SMALL) as server:
         yield server

@@ -93,7 +93,7 @@ def register():
 """
 
 
-@pytest.mark.parametrize("fault", ["shifted", "skipped"])
+@pytest.mark.parametrize("fault", ["shifted", pytest.param("skipped", marks=pytest.mark.slow)])
 def test_a_broken_replay_is_caught(tiny_model, tmp_path, fault):
     """Rows shifted by one token, a group that is not replayed: behind the back of the check at start."""
     plugin = tmp_path / "plugin"

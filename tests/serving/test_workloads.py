@@ -31,6 +31,7 @@ def result(document, request) -> dict:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", NAMES, indirect=True)
 def test_a_workload_hits_and_adds_up(result, document):
     samples = result["samples"]
@@ -48,6 +49,7 @@ def by_number(document: dict, name: str) -> list[dict]:
     return found["samples"]
 
 
+@pytest.mark.slow
 def test_retrieval_shares_whole_documents(document):
     """5 waves over 4 documents of 180 tokens behind 9 of instructions; the first one is cold."""
     samples = by_number(document, "rag")
@@ -55,6 +57,7 @@ def test_retrieval_shares_whole_documents(document):
     assert sum(sample["cached"] for sample in samples[4:]) >= 16 * 189
 
 
+@pytest.mark.slow
 def test_chats_hit_where_thinking_was_stripped(document):
     """45 tokens of system prompt, 6 of question, 8 of answer of which 4 are thinking."""
     samples = by_number(document, "chat")
@@ -66,6 +69,7 @@ def test_chats_hit_where_thinking_was_stripped(document):
     assert len(second) == 4 and all(45 + 6 <= cached <= 45 + 8 for cached in second)
 
 
+@pytest.mark.slow
 def test_forks_share_their_prompt(document):
     """120 tokens of examples before everything; question and hints of 4 tokens behind them."""
     samples = by_number(document, "programs")
@@ -74,6 +78,7 @@ def test_forks_share_their_prompt(document):
     assert sum(sample["cached"] >= 120 for sample in samples) >= len(samples) - 4
 
 
+@pytest.mark.slow
 def test_memory_is_told(document):
     (server,) = document["servers"].values()
     assert server["backend"] == "tail_replay" and server["kv_slots"] == 4096 and server["running_requests"] == 8
