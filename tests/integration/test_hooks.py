@@ -385,3 +385,72 @@ def test_arguments_are_prepared_before_sglang_and_checked_after(monkeypatch, ser
     order.clear()
     hooks.resolve_arguments(lambda args: order.append("sglang"), server_args(radix_cache_backend=None))
     assert order == ["sglang"]
+
+
+# ---- GDN layers in prefill graphs ----
+
+
+class FakeGraphs:
+    def __init__(self, fits=True):
+        self.calls, self._fits = [], fits
+
+    def attend(self, *args):
+        self.calls.append(args)
+        return "captured"
+
+    def fits(self, forward_batch):
+        return self._fits
+
+    def load(self, forward_batch):
+        self.calls.append(("load", forward_batch))
+
+    def load_for_capture(self, size):
+        self.calls.append(("capture", size))
+
+
+def attend(layer, *args):
+    return hooks.attend_in_graph(lambda *given: ("eager", *given), layer, "batch", "qkv", "a", "b", *args)
+
+
+@pytest.mark.parametrize("graphs, in_graph", [(None, False), (None, True), (FakeGraphs(), False)])
+def test_outside_of_our_graphs_a_layer_waits_for_its_states(state, monkeypatch, graphs, in_graph):
+    state.prefill_graphs = graphs
+    monkeypatch.setattr(compat, "in_prefill_graph", lambda: in_graph)
+    assert attend("layer") == ("eager", "layer", "batch", "qkv", "a", "b")
+    assert state.calls == [("states_wanted",)]
+
+
+def test_in_a_graph_a_layer_is_captured_and_waits_at_its_gate_instead(state, monkeypatch):
+    state.prefill_graphs = FakeGraphs()
+    monkeypatch.setattr(compat, "in_prefill_graph", lambda: True)
+    assert attend("layer") == "captured"
+    assert state.prefill_graphs.calls == [("layer", "qkv", "a", "b")] and state.calls == []
+
+
+@pytest.mark.parametrize("graphs, sglang, expected", [(None, True, True), (FakeGraphs(), False, False)])
+def test_sglang_decides_what_runs_in_a_graph(state, graphs, sglang, expected):
+    state.prefill_graphs = graphs
+    assert hooks.prefill_graph_fits(lambda runner, batch: sglang, None, "batch") is expected
+
+
+def test_but_a_pass_of_too_many_requests_does_not(state):
+    state.prefill_graphs = FakeGraphs(fits=False)
+    assert hooks.prefill_graph_fits(lambda runner, batch: True, None, "batch") is False
+
+
+def test_a_graph_is_told_its_pass_before_it_runs(state):
+    state.prefill_graphs = FakeGraphs()
+    hooks.prefill_graph_capture(None, 64)
+    hooks.prefill_graph_run(None, "batch")
+    assert state.prefill_graphs.calls == [("capture", 64), ("load", "batch")]
+    state.prefill_graphs = None
+    hooks.prefill_graph_capture(None, 64)
+    hooks.prefill_graph_run(None, "batch")
+
+
+@pytest.mark.parametrize("graphs", [None, FakeGraphs()])
+def test_only_our_graphs_wait_at_gates(state, graphs):
+    state.prefill_graphs = graphs
+    state.states_wanted = lambda behind_gates: state.calls.append(behind_gates)
+    hooks.prefill_graph_launch(None, "shape", "batch")
+    assert state.calls == [graphs is not None]
