@@ -16,10 +16,11 @@ BYTES = 2  # bfloat16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense hybrid model, in the words of Hugging Face's configs."""
+    """Sizes of a hybrid model, in the words of Hugging Face's configs."""
 
     hidden: int
-    ffn: int
+    ffn: int  # width of what a token goes through: of the FFN, or of its experts and the shared one
+    stored_ffn: int  # width of what has weights: the same, or all experts
     attention_layers: int
     heads: int
     attention_gate: bool  # the query projection makes a gate of the same size too
@@ -34,13 +35,14 @@ class Shape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Shape:
-        """ValueError for a model that is no dense hybrid."""
-        if "intermediate_size" not in config or config.get("num_experts"):
-            raise ValueError("costs are known for dense hybrid models only: no intermediate_size, or experts")
+        """ValueError for a model that is no hybrid, KeyError for sizes that the config does not name, or does not name
+        alike for all layers."""
         kinds = config["layer_types"]
+        ffn, stored_ffn = _ffn_widths(config)
         return cls(
             hidden=config["hidden_size"],
-            ffn=config["intermediate_size"],
+            ffn=ffn,
+            stored_ffn=stored_ffn,
             attention_layers=sum(kind == FULL_ATTENTION for kind in kinds),
             heads=config["num_attention_heads"],
             attention_gate=bool(config.get("attn_output_gate")),
@@ -112,6 +114,16 @@ class Shape:
 
     def kv_bytes(self, matched: int) -> int:
         return matched * self.kv_numbers() * BYTES
+
+
+def _ffn_widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(used by a token, stored). The router and the shared expert's gate are left out: they are vectors."""
+    if not config.get("num_experts"):
+        return config["intermediate_size"], config["intermediate_size"]
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise KeyError("one size of all FFNs: some layers have experts and others have none")
+    expert, shared = config["moe_intermediate_size"], config.get("shared_expert_intermediate_size") or 0
+    return config["num_experts_per_tok"] * expert + shared, config["num_experts"] * expert + shared
 
 
 @dataclass(frozen=True)

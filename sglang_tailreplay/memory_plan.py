@@ -20,7 +20,7 @@ REPLAY_BUFFERS = 3  # inputs of replay graphs: [3, launch tokens, hidden]
 def parameters(shape: Shape, config: Mapping[str, Any]) -> int:
     """Numbers in the matrices of a text model: no norms, no vision tower, no draft layers."""
     keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
-    ffn = 3 * shape.hidden * shape.ffn
+    ffn = 3 * shape.hidden * shape.stored_ffn
     gdn = shape.hidden * (2 * keys + 3 * values + 2 * shape.value_heads) + shape.conv_width * (2 * keys + values)
     width = shape.heads * shape.head_dim
     queries = 2 * width if shape.attention_gate else width

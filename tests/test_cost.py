@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_tailreplay.cost import Shape, Speeds, bound
+from sglang_tailreplay.memory_plan import parameters
 
 SHAPES = Path(__file__).resolve().parents[1] / "scripts" / "shapes"
 # Two groups: layers 0 and 1 before the first attention layer, 3 after it; the last attention layer has none.
@@ -72,10 +73,34 @@ def test_costs_of_a_token_of_the_shapes(name, flops, row, kv):
     assert (shape.replay_flops(1), shape.row_bytes(1), shape.kv_bytes(1)) == (flops, row, kv)
 
 
-@pytest.mark.parametrize("config", [TINY | {"num_experts": 8}, {k: v for k, v in TINY.items() if k[0] != "i"}])
-def test_models_without_a_dense_ffn_are_refused(config):
-    with pytest.raises(ValueError, match="dense"):
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3}
+
+
+def test_a_token_goes_through_its_experts_and_the_shared_one():
+    shape = Shape.from_config(TINY | EXPERTS | {"shared_expert_intermediate_size": 5})
+    assert (shape.ffn, shape.stored_ffn) == (2 * 3 + 5, 8 * 3 + 5)
+    assert shape.layer_flops() == 2416 - 3 * 2 * 10 * (20 - 11)
+    assert Shape.from_config(TINY | EXPERTS).ffn == 6
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY | EXPERTS | {"mlp_only_layers": [0]},
+        TINY | EXPERTS | {"decoder_sparse_step": 2},
+        TINY | {"num_experts": 8},
+        {k: v for k, v in TINY.items() if k[0] != "i"},
+    ],
+)
+def test_sizes_that_are_not_named_are_no_guess(config):
+    with pytest.raises(KeyError):
         Shape.from_config(config)
+
+
+def test_the_mixture_of_experts_shape_by_its_known_figures():
+    shape = Shape.from_config(json.loads((SHAPES / "qwen3.5-35b-a3b" / "config.json").read_text()))
+    assert (shape.kv_bytes(1), shape.row_bytes(1)) == (20480, 36864)
+    assert 33e9 < parameters(shape, {"vocab_size": 248320}) < 36e9
 
 
 def test_bound_takes_the_longer_of_replay_and_copies():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,11 @@ def model_config(folder: Path) -> dict[str, Any]:
     """The text part of a config.json."""
     config = json.loads((folder / "config.json").read_text())
     return config.get("text_config", config)
+
+
+def model_plugins(config: Mapping[str, Any]) -> list[str]:
+    """What stock SGLang needs as well, where only this project's plugin, idle otherwise, knows the model."""
+    return ["tailreplay"] if config["model_type"] == "olmo_hybrid" else []
 
 
 def python_path(*plugins: str) -> str:

@@ -34,7 +34,7 @@ import bench_print
 import bench_report
 import engine_process
 import paper
-from arguments import add_common, model_config, model_folder, names, numbers, python_path, settings
+from arguments import add_common, model_config, model_folder, model_plugins, names, numbers, python_path, settings
 from bench_plan import BenchPlan, Estimates, Kind, Sizes
 from engine_process import Limits
 from measure import ENGINE_ARGS
@@ -111,17 +111,18 @@ def plans(options: argparse.Namespace) -> list[BenchPlan]:
 def _plan(options: argparse.Namespace, name: str, kind: Kind) -> BenchPlan:
     model = model_folder(options)
     args = {"model_path": str(model), **ENGINE_ARGS}
-    plugins, env = ["random_weights"], {"PYTHONPATH": python_path("weights_plugin", "eviction_plugin")}
+    plugins = ["random_weights", *model_plugins(model_config(model))]
+    env = {"PYTHONPATH": python_path("weights_plugin", "eviction_plugin")}
     if kind.tail_replay:
         args |= bench_plan.TAIL_REPLAY_ARGS
-        plugins.append("tailreplay")
+        plugins = [*{*plugins, "tailreplay"}]
         config = {"mode": "replay", "ratio": options.ratios[0], **kind.config}
         env["SGLANG_TAILREPLAY"] = json.dumps(config | settings(options.config, name, json.loads, ALL))
     if kind.host_tier:
         args |= bench_plan.HOST_TIER_ARGS
         plugins.append("device_eviction")
     args |= settings(options.engine_arg, name, json.loads, ALL)
-    env |= {"SGLANG_PLUGINS": ",".join(plugins), **settings(options.engine_env, name, str, ALL)}
+    env |= {"SGLANG_PLUGINS": ",".join(sorted(plugins)), **settings(options.engine_env, name, str, ALL)}
     traced = name in options.trace
     file = options.out.resolve().with_suffix(f".{name}.trace.json.gz") if traced else None
     sections = (*options.only, *(("trace",) if traced else ()))

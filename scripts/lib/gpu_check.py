@@ -18,13 +18,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import engine_process
 import measure
 import report as reports
-from arguments import CHECKOUT, add_common, model_config, model_folder, names, numbers, python_path
+from arguments import CHECKOUT, add_common, model_config, model_folder, model_plugins, names, numbers, python_path
 from arguments import settings as settings_of
 from engine_process import Limits
 from measure import EnginePlan, Sizes
@@ -67,13 +68,13 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 def plans(options: argparse.Namespace) -> list[EnginePlan]:
     model = model_folder(options)
-    vocab_size = model_config(model)["vocab_size"]
-    return [_plan(options, name, model, vocab_size) for name in options.engines]
+    return [_plan(options, name, model, model_config(model)) for name in options.engines]
 
 
-def _plan(options: argparse.Namespace, name: str, model: Path, vocab_size: int) -> EnginePlan:
+def _plan(options: argparse.Namespace, name: str, model: Path, config: Mapping[str, Any]) -> EnginePlan:
+    vocab_size, plugins = config["vocab_size"], {*measure.PLUGINS[name], *model_plugins(config)}
     args = {"model_path": str(model), **measure.ENGINE_ARGS}
-    env = {"SGLANG_PLUGINS": measure.PLUGINS[name], "PYTHONPATH": python_path("weights_plugin")}
+    env = {"SGLANG_PLUGINS": ",".join(sorted(plugins)), "PYTHONPATH": python_path("weights_plugin")}
     if name != "stock":
         args["radix_cache_backend"] = "tail_replay"
         config = {"ratio": options.ratios[0], "mode": "replay", **settings(options.config, name, json.loads)}

@@ -26,8 +26,8 @@ ENGINE_ARGS: dict[str, Any] = {
 
 # SGLang's plugins by engine (an allow-list: no other plugin of this environment touches the baseline). random_weights
 # replaces the dummy loader's weights, under which answers hardly depend on the prompt, by equal ones in both engines.
-_WITH_TAIL_REPLAY = "tailreplay,random_weights"
-PLUGINS = {"stock": "random_weights", "tail_replay": _WITH_TAIL_REPLAY, "float16": _WITH_TAIL_REPLAY}
+_WITH_TAIL_REPLAY = ("tailreplay", "random_weights")
+PLUGINS = {"stock": ("random_weights",), "tail_replay": _WITH_TAIL_REPLAY, "float16": _WITH_TAIL_REPLAY}
 
 # Three more bits of precision than bfloat16; SGLang's norms on CUDA have no float32. The convolution states have their
 # own dtype.

@@ -183,6 +183,9 @@ def test_engines_differ_by_their_ablation_and_tier():
     chosen = plans("--engines", "stock,resident,host,host-ovl,host-ser", "--config", "host_gb=3")
     assert "radix_cache_backend" not in chosen["stock"].args and "SGLANG_TAILREPLAY" not in chosen["stock"].env
     assert "tailreplay" not in chosen["stock"].env["SGLANG_PLUGINS"].split(",")
+    (olmo,) = bench_ttft.plans(bench_ttft.parse(["--model-shape", "olmo-hybrid-7b", "--engines", "stock"]))
+    assert "tailreplay" in olmo.env["SGLANG_PLUGINS"].split(","), "stock SGLang does not know this model"
+    assert "radix_cache_backend" not in olmo.args
     config = {name: json.loads(plan.env["SGLANG_TAILREPLAY"]) for name, plan in chosen.items() if name != "stock"}
     assert {name: (c["overlap"], c["skip"]) for name, c in config.items()} == {
         "resident": (True, True),
