@@ -62,12 +62,18 @@ def allow_overlap(original: Callable, server_args: Any, view: Any, model_arch: s
         original(server_args, view, model_arch)
 
 
-def check_request(result: Any, tokenizer_manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """After a request was validated: its own replay ratio must be one. A TailReplayError here is an HTTP 400."""
+def check_request(result: Any, tokenizer_manager: Any, obj: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:
+    """After a request was validated: its own replay ratio must be one, its token ids tokens.
+
+    A TailReplayError here is an HTTP 400. SGLang 0.5.17 lets ids below 0 and prompts without tokens pass, and its
+    scheduler ends with them.
+    """
     if guard.is_active(tokenizer_manager.server_args):
         params = getattr(obj, "sampling_params", None)
         if isinstance(params, dict):
             scheduling.check_request(params.get("custom_params"))
+        if getattr(obj, "input_ids", None) is not None:
+            scheduling.check_tokens(input_ids)
 
 
 def start_scheduler(original: Callable, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:

@@ -102,6 +102,14 @@ def check_request(custom_params: object) -> float | None:
     return None
 
 
+def check_tokens(ids: Sequence[int]) -> None:
+    """TailReplayError for token ids that no prompt has; called where check_request is."""
+    if len(ids) == 0:
+        raise TailReplayError("input_ids: a prompt needs at least one token")
+    if min(ids) < 0:
+        raise TailReplayError(f"input_ids: {min(ids)} is no token")
+
+
 def has_plain_tokens(req: Req) -> bool:
     """Whether token ids alone determine the request's hidden states (no images, no input embeddings)."""
     return req.multimodal_inputs is None and req.input_embeds is None and req.positional_embed_overrides is None

@@ -371,9 +371,19 @@ def test_good_requests_pass(params, server_args):
 
 def test_a_bad_ratio_of_a_request_is_refused_only_with_the_backend(server_args):
     request = SimpleNamespace(sampling_params={"custom_params": {RATIO_PARAM: 2}})
-    hooks.check_request(None, SimpleNamespace(server_args=server_args(radix_cache_backend=None)), request)
+    hooks.check_request(None, SimpleNamespace(server_args=server_args(radix_cache_backend=None)), request, [1])
     with pytest.raises(TailReplayError, match="tail_replay_ratio=2"):
-        hooks.check_request(None, SimpleNamespace(server_args=server_args()), request)
+        hooks.check_request(None, SimpleNamespace(server_args=server_args()), request, [1])
+
+
+@pytest.mark.parametrize("ids, said", [([], "at least one token"), ([5, -3], "-3 is no token")])
+def test_tokens_that_are_none_are_refused(ids, said, server_args):
+    request = SimpleNamespace(sampling_params={}, input_ids=[ids])
+    with pytest.raises(TailReplayError, match=said):
+        hooks.check_request(None, SimpleNamespace(server_args=server_args()), request, ids)
+    hooks.check_request(None, SimpleNamespace(server_args=server_args(radix_cache_backend=None)), request, ids)
+    of_text = SimpleNamespace(sampling_params={}, input_ids=None)
+    hooks.check_request(None, SimpleNamespace(server_args=server_args()), of_text, ids)
 
 
 def test_arguments_are_prepared_before_sglang_and_checked_after(monkeypatch, server_args):

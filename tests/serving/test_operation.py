@@ -58,7 +58,13 @@ def test_generations_count_approximate_replays(exact, prompt):
     assert exact.generate([*history[:200], 3, 4], 1).generation == 0  # the part before the first replay
 
 
-@pytest.mark.parametrize("body", [{"input_ids": []}, {"input_ids": [3] * 5000}, {"sampling_params": {}}, {}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"input_ids": ids} for ids in ([], [[]], [[3, 4], []], [3, -1], [3] * 5000)),
+        *({"sampling_params": {}}, {}),
+    ],
+)
 def test_malformed_requests_leave_the_server_whole(exact, prompt, body):
     with pytest.raises(urllib.error.HTTPError):
         exact.post("/generate", body)
