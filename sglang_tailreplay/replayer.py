@@ -1,8 +1,8 @@
 """Rebuilding the states of a batch's hits: fetches rows on the copy lane, replays on the replay lane.
 
-forward lane   ... clear slots |                        wait replayed | prefill of the suffixes
-copy lane                      | rows g=1 | rows g=2 | ...
-replay lane      wait cleared  | g=0 | wait rows, g=1 | ...  replayed
+    forward lane   ... clear slots | attention's plans ...  wait replayed | prefill of the suffixes
+    copy lane                      | rows g=1 | rows g=2 | ...
+    replay lane      wait cleared  | g=0 | wait rows, g=1 | ...  replayed
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Replayer:
         fetched = self.anchors.fetch([anchor for _, anchor in seeds]) if seeds else None
         tailed = [hit for hit in hits if len(hit.rows)]
         # Made on this stream, before the mark.
-        tail_slots = slots if len(tailed) == len(hits) else _slots_of(tailed)
-        seed_slots = slots if len(seeds) == len(hits) else _slots_of([hits[i] for i, _ in seeds])
+        tail_slots = slots if len(tailed) == len(hits) else slots_of(tailed)
+        seed_slots = slots if len(seeds) == len(hits) else slots_of([hits[i] for i, _ in seeds])
         cleared = self.lanes.mark_current("slots cleared")
         with self.lanes.replay.after(cleared):
             self.lanes.replay.reads(slots, tail_slots, seed_slots)
@@ -189,7 +189,7 @@ class _Inputs:
             )[0]
 
 
-def _slots_of(hits: Sequence[Hit]) -> torch.Tensor:
+def slots_of(hits: Sequence[Hit]) -> torch.Tensor:
     """State slots [hits] int32."""
     return torch.stack([hit.slot for hit in hits]).to(torch.int32) if hits else torch.empty(0, dtype=torch.int32)
 

@@ -1,9 +1,9 @@
 """Everything of Tail-Replay in one scheduler process, put together as SGLang's parts come into being.
 
-Scheduler.__init__  ->  activate          settings, planner
-  pools allocated   ->  on_pools_ready    model found, row store, capture   (before CUDA graphs are captured)
-  tree created      ->  create_cache      tree component, replay engine
-  scheduler ready   ->  on_ready          metrics, self-check
+    Scheduler.__init__  ->  activate          settings, planner
+      pools allocated   ->  on_pools_ready    model found, row store, capture   (before CUDA graphs are captured)
+      tree created      ->  create_cache      tree component, replay engine
+      scheduler ready   ->  on_ready          metrics, self-check
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine
-from sglang_tailreplay.replayer import Replayer
+from sglang_tailreplay.replayer import Replayer, slots_of
 from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
 from sglang_tailreplay.scheduling import Admission, Hit, Planner, Step
 
@@ -234,7 +234,7 @@ class Runtime:
         """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""
         if hits and self._replayer is not None:
             self.capture.flush()
-            self._replayer.run(hits, torch.stack([hit.slot for hit in hits]).to(torch.int32))
+            self._replayer.run(hits, slots_of(hits))
 
     # ---- reporting ----
 

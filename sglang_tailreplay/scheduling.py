@@ -24,6 +24,7 @@ from sglang_tailreplay.replay.tail import tail_length
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_tailreplay.radix.component import Tail
     from sglang_tailreplay.radix.tree import TailReplayCache
@@ -157,11 +158,12 @@ class Planner:
         m = len(req.prefix_indices)
         tail_length = self.tail_length_of(req)
         k = tail_length(m) if m > 0 and tail_length is not None else 0
-        start = self._start(req, m, k)
+        node = self.cache.tree_core.node_by_id(req.last_node)
+        start = self._start(node, m, k)
         k, rows.generation, rows.anchored = len(start.rows), start.generation, start.anchor is not None
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
-        rows.last_anchor = self._last_anchor(req, m)
+        rows.last_anchor = self._last_anchor(node, m)
         shrunk = getattr(req, "tail_replay_shrunk", None)
         self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored))
         if k == 0 and not rows.anchored:
@@ -170,27 +172,25 @@ class Planner:
         ids = np.array(req.full_untruncated_fill_ids[m - k : m], dtype=np.int64)
         return Hit(req.rid, req.mamba_pool_idx, start.rows, ids, start.anchor)
 
-    def _start(self, req: Req, m: int, k: int) -> Start:
-        """The newest anchor that a replay of reasonable length reaches, else a tail of k tokens from zero.
+    def _start(self, node: UnifiedTreeNode, m: int, k: int) -> Start:
+        """Of a hit that ends with the node, at token m: the newest anchor within reach, else a tail of k from zero.
 
         What the request computes inherits the error of what it builds on. A tail from zero adds its own unless it is
         the whole prefix; an anchor adds none.
         """
         if k > 0 and self.config.anchor_interval:
-            node = self.cache.tree_core.node_by_id(req.last_node)
             for position, anchor in self.cache.rows.anchors.before(node, m):
                 if position < m - max(k, REACH * self.config.anchor_interval):
                     break
                 tail = self.cache.rows.tail(node, m - position)
                 if not (tail.rows == NO_ROW).any():
                     return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation))
-        tail = self._longest_tail(req, m, k)
+        tail = self._longest_tail(node, m, k)
         return Start(tail.rows, None, tail.generation + (m > 0 and len(tail.rows) < m))
 
-    def _last_anchor(self, req: Req, m: int) -> int:
-        if not self.config.anchor_interval or m == 0:
+    def _last_anchor(self, node: UnifiedTreeNode, m: int) -> int:
+        if not self.config.anchor_interval:
             return 0
-        node = self.cache.tree_core.node_by_id(req.last_node)
         return next((position for position, _ in self.cache.rows.anchors.before(node, m)), 0)
 
     def _takes(self, ends: Iterable[tuple[Req, int]]) -> tuple[Take, ...]:
@@ -207,9 +207,8 @@ class Planner:
                 takes.append(Take(req.mamba_pool_idx, place))
         return tuple(takes)
 
-    def _longest_tail(self, req: Req, m: int, k: int) -> Tail:
+    def _longest_tail(self, node: UnifiedTreeNode, m: int, k: int) -> Tail:
         """The tail of k tokens, or a longer one that costs the same, if its rows are there."""
-        node = self.cache.tree_core.node_by_id(req.last_node)
         longer = min(m, self.rounded(k), max(k, self.config.max_tokens or m)) if k > 0 else 0
         tail = self.cache.rows.tail(node, longer)
         return tail if longer == k or not (tail.rows == NO_ROW).any() else self.cache.rows.tail(node, k)

@@ -10,6 +10,7 @@ import torch
 from sglang_tailreplay.gdn import Core
 from sglang_tailreplay.replay.groups import FULL_ATTENTION, LINEAR_ATTENTION
 from sglang_tailreplay.replay.layers import GdnLayer
+from sglang_tailreplay.replay.segments import Segments
 
 Tensor = torch.Tensor
 
@@ -34,7 +35,28 @@ class Family(NamedTuple):
         return found
 
 
-def added(norm: torch.nn.Module) -> Callable[[Tensor | None, Tensor], tuple[Tensor, Tensor]]:
+Added = Callable[[Tensor | None, Tensor], tuple[Tensor, Tensor]]
+
+
+def pre_norm_layer(
+    layer: torch.nn.Module,
+    mix: Callable[[Tensor, Segments], Tensor],
+    mix_state: Callable[[Tensor, Segments], None],
+    add: Callable[[torch.nn.Module], Added] | None = None,
+) -> GdnLayer:
+    """A decoder layer with a norm before its mixer and one before its FFN; `add` puts a sum into a norm, else `added`."""
+    add = add or added
+    return GdnLayer(
+        index=layer.layer_id,
+        input_norm=add(layer.input_layernorm),
+        mix=mix,
+        mix_state=mix_state,
+        post_norm=add(layer.post_attention_layernorm),
+        ffn=layer.mlp,
+    )
+
+
+def added(norm: torch.nn.Module) -> Added:
     """f or None, h -> norm(h + f), h + f: SGLang's norms add first if they are given a residual, in place."""
 
     def run(f: Tensor | None, h: Tensor) -> tuple[Tensor, Tensor]:

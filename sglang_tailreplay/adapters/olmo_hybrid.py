@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_tailreplay.adapters.family import Family
+from sglang_tailreplay.adapters.family import Family, pre_norm_layer
 from sglang_tailreplay.gdn import Core
 from sglang_tailreplay.replay.layers import GdnLayer
 from sglang_tailreplay.replay.segments import Segments
@@ -24,14 +24,7 @@ def gdn_layer(layer: torch.nn.Module, core: Core) -> GdnLayer:
         qkv, b, a = gdn.project_state(x)
         core.state(gdn.attn, qkv, b, a, segments)
 
-    return GdnLayer(
-        index=layer.layer_id,
-        input_norm=_added(layer.input_layernorm),
-        mix=mix,
-        mix_state=mix_state,
-        post_norm=_added(layer.post_attention_layernorm),
-        ffn=layer.mlp,
-    )
+    return pre_norm_layer(layer, mix, mix_state, _added)
 
 
 def _added(norm: torch.nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from sglang_tailreplay.adapters.family import Family, added, is_plain
+from sglang_tailreplay.adapters.family import Family, is_plain, pre_norm_layer
 from sglang_tailreplay.gdn import Core
 from sglang_tailreplay.replay.layers import GdnLayer
 from sglang_tailreplay.replay.segments import Segments
@@ -29,14 +29,7 @@ def gdn_layer(layer: torch.nn.Module, core: Core) -> GdnLayer:
         b, a = ba.chunk(2, dim=1)
         core.state(gdn.attn, qkv, b, a, segments)
 
-    return GdnLayer(
-        index=layer.layer_id,
-        input_norm=added(layer.input_layernorm),
-        mix=mix,
-        mix_state=mix_state,
-        post_norm=added(layer.post_attention_layernorm),
-        ffn=layer.mlp,
-    )
+    return pre_norm_layer(layer, mix, mix_state)
 
 
 def _state_projection(gdn: torch.nn.Module, C: int, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_tailreplay.adapters.family import Family, added
+from sglang_tailreplay.adapters.family import Family, pre_norm_layer
 from sglang_tailreplay.gdn import Core
 from sglang_tailreplay.replay.layers import GdnLayer
 from sglang_tailreplay.replay.segments import Segments
@@ -30,14 +30,7 @@ def gdn_layer(layer: torch.nn.Module, core: Core) -> GdnLayer:
         qkv, _, b, a = project(x)
         core.state(gdn.attn, qkv, b, a, segments)
 
-    return GdnLayer(
-        index=layer.layer_id,
-        input_norm=added(layer.input_layernorm),
-        mix=mix,
-        mix_state=mix_state,
-        post_norm=added(layer.post_attention_layernorm),
-        ffn=layer.mlp,
-    )
+    return pre_norm_layer(layer, mix, mix_state)
 
 
 FAMILY = Family(
