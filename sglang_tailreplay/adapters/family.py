@@ -44,7 +44,7 @@ def pre_norm_layer(
     mix_state: Callable[[Tensor, Segments], None],
     add: Callable[[torch.nn.Module], Added] | None = None,
 ) -> GdnLayer:
-    """A decoder layer with a norm before its mixer and one before its FFN; `add` puts a sum into a norm, else `added`."""
+    """A decoder layer with a norm before its mixer and one before its FFN; `add` puts a sum into a norm."""
     add = add or added
     return GdnLayer(
         index=layer.layer_id,
