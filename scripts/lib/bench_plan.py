@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paper
@@ -17,6 +18,7 @@ from sglang_tailreplay.replay.tail import tail_length
 
 DEVICE, HOST = "device", "host"  # where the KV of a hit lies
 SECTIONS = ("capacity", "hits", "bursts", "trace")
+TRACE_ENDING = ".trace.json.gz"
 SHORTEST = 1e-6  # a ratio so small that only min_tokens are replayed: the nearest to a forward pass of the suffix alone
 
 
@@ -220,7 +222,7 @@ class BenchPlan:
     sections: tuple[str, ...]
     vocab_size: int
     sizes: Sizes = field(default_factory=Sizes)
-    trace: str | None = None  # file for the filtered trace of one hit
+    trace: str | None = None  # file for the filtered traces of hits, see trace_file
 
     @property
     def chunk(self) -> int:
@@ -233,6 +235,11 @@ class BenchPlan:
     def from_json(cls, data: Mapping[str, Any]) -> BenchPlan:
         sizes = {key: tuple(value) if isinstance(value, list) else value for key, value in data["sizes"].items()}
         return cls(**{**data, "sections": tuple(data["sections"]), "sizes": Sizes(**sizes)})
+
+
+def trace_file(template: str, length: int) -> Path:
+    """x.trace.json.gz -> x.8226.trace.json.gz for a hit of 8,226 tokens."""
+    return Path(template.removesuffix(TRACE_ENDING) + f".{length}{TRACE_ENDING}")
 
 
 class Estimates(NamedTuple):
@@ -261,7 +268,7 @@ def estimated_seconds(plan: BenchPlan, estimates: Estimates) -> dict[str, float]
         "capacity": 1.0,
         "hits": sum(estimates.request_ms(request, plan.sizes.lengths) for request in asked) / 1e3,
         "bursts": sum(estimates.burst_ms(burst, tail_replay) for burst in sent) / 1e3,
-        "trace": 30.0,  # most of it SGLang writing the trace
+        "trace": 60.0,  # most of it SGLang writing the trace
     }
     return {"start": estimates.start_seconds, **{section: seconds[section] for section in plan.sections}}
 

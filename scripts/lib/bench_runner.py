@@ -29,7 +29,7 @@ class BenchRunner(engine_runner.Runner):
         **engine_runner.Runner.SUMMARIES,
         "hits": bench_report.summarise_hits,
         "bursts": bench_report.summarise_bursts,
-        "trace": lambda rows: rows[0],
+        "trace": list,
     }
 
     @property
@@ -141,25 +141,30 @@ class BenchRunner(engine_runner.Runner):
         return first, reply
 
     def trace(self) -> Iterator[dict[str, Any]]:
-        """One hit at the longest prefix, with the largest ratio. Two hits before it warm up what runs for the first
-        time. KV is pushed out before the profiler starts: that is no part of the hit."""
-        length, ratio = max(self.plan.sizes.lengths), max(self.plan.sizes.ratios)
-        prefix = Segment("trace/prefix", length)
+        """One hit at the shortest prefix and one at the longest, with the largest ratio."""
+        lengths, ratio = self.plan.sizes.lengths, max(self.plan.sizes.ratios)
+        for length in sorted({min(lengths), max(lengths)}):
+            yield self.traced_hit(length, ratio if self.kind.tail_replay else None)
+
+    def traced_hit(self, length: int, ratio: float | None) -> dict[str, Any]:
+        """Two hits before it warm up what runs for the first time. KV is pushed out before the profiler starts: that
+        is no part of the hit."""
+        prefix = Segment(f"trace/prefix/{length}", length)
         self.ask(self.ids((prefix, Segment("trace/prime", self.plan.sizes.suffix))))
         time.sleep(SETTLE_SECONDS)
         with tempfile.TemporaryDirectory() as folder:
             for number in range(3):
                 prompt = (prefix, Segment(f"trace/{number}", self.plan.sizes.suffix))
-                wanted = ratio if self.kind.tail_replay else None
-                request = Request("hit", length, wanted, self.first_source, prompt, timed=True)
+                request = Request("hit", length, ratio, self.first_source, prompt, timed=True)
                 sample = self.hit(request, profile_into=folder if number == 2 else None)
                 if sample["rejected"]:
                     raise RuntimeError(f"the hit to be traced was none: {sample['rejected']}")
             (raw,) = Path(folder).glob("*.trace.json.gz")
             events = gpu_trace.gpu_events(gpu_trace.load(raw))
-        size = gpu_trace.save(events, Path(self.plan.trace))
-        self.say(f"trace: {len(events['traceEvents'])} events, {size / 1e6:.1f} MB in {self.plan.trace}")
-        yield {"file": Path(self.plan.trace).name, "bytes": size, **sample}
+        path = bench_plan.trace_file(self.plan.trace, length)
+        size = gpu_trace.save(events, path)
+        self.say(f"trace: {len(events['traceEvents'])} events, {size / 1e6:.1f} MB in {path}")
+        return {"file": path.name, "bytes": size, **sample}
 
 
 def served(reply: dict[str, Any]) -> Served:

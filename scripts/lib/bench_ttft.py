@@ -53,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     engines = bench_plan.DEFAULT_ENGINES
     parser.add_argument("--engines", type=names(ALL), default=engines, help=f"of {','.join(ALL)}; {','.join(engines)}")
     parser.add_argument("--only", type=names(SECTIONS), default=SECTIONS, metavar="SECTION,...")
-    parser.add_argument("--trace", type=names(ALL), default=(), metavar="ENGINE,...", help="record one hit each")
+    parser.add_argument("--trace", type=names(ALL), default=(), metavar="ENGINE,...", help="record two hits each")
     add = {"type": Path, "action": "append", "default": [], "metavar": "DOCUMENT"}
     parser.add_argument("--add", **add, help="take its engines too: of an earlier call, same shape and machine")
     _add_sizes(parser)
@@ -124,7 +124,7 @@ def _plan(options: argparse.Namespace, name: str, kind: Kind) -> BenchPlan:
     args |= settings(options.engine_arg, name, json.loads, ALL)
     env |= {"SGLANG_PLUGINS": ",".join(sorted(plugins)), **settings(options.engine_env, name, str, ALL)}
     traced = name in options.trace
-    file = options.out.resolve().with_suffix(f".{name}.trace.json.gz") if traced else None
+    file = options.out.resolve().with_suffix(f".{name}{bench_plan.TRACE_ENDING}") if traced else None
     sections = (*options.only, *(("trace",) if traced else ()))
     vocab_size = model_config(model)["vocab_size"]
     return BenchPlan(name, args, env, sections, vocab_size, sizes_of(options), str(file) if file else None)

@@ -72,7 +72,7 @@ def test_rounding_takes_more_rows_never_fewer_and_less_than_a_step(tail):
     engine = EMPTY
     rounded = engine.rounded(tail)
     rest = tail % 4096
-    assert 0 <= rounded - tail < (64 if rest <= 512 else 128 if rest <= 2048 else 256)
+    assert 0 <= rounded - tail < (64 if rest <= 1024 else 128 if rest <= 2048 else 256)
     assert engine.rounded(rounded) == rounded
     assert len(engine.plan([rounded])) == len(engine.plan([tail]))
     for launch in engine.plan([rounded]):

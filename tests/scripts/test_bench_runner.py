@@ -123,10 +123,13 @@ def test_stock_is_asked_without_a_tier_or_a_ratio():
     assert all(sample["rejected"] is None and sample["source"] is None for sample in samples)
 
 
-def test_the_trace_is_of_one_hit_and_lies_where_it_was_asked_for(tmp_path):
-    path = tmp_path / "hit.trace.json.gz"
-    (row,) = runner(AccountingEngine(), trace=str(path)).trace()
-    assert (row["file"], row["bytes"], row["length"], row["ratio"]) == (path.name, path.stat().st_size, 600, 0.1)
+def test_traces_are_of_the_shortest_and_the_longest_hit_and_lie_where_they_were_asked_for(tmp_path):
+    rows = list(runner(AccountingEngine(), trace=str(tmp_path / "hit.trace.json.gz")).trace())
+    files = [tmp_path / row["file"] for row in rows]
+    assert [file.name for file in files] == [f"hit.{row['length']}.trace.json.gz" for row in rows]
+    assert [row["bytes"] for row in rows] == [file.stat().st_size for file in files]
+    assert [row["length"] for row in rows] == sorted({min(SIZES.lengths), max(SIZES.lengths)})
+    assert {row["ratio"] for row in rows} == {0.1}
 
 
 def test_a_failed_section_keeps_its_samples():
