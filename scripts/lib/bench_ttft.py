@@ -5,6 +5,7 @@ bytes allow.
     scripts/bench_ttft --model-shape qwen3.5-4b --out h200-qwen3.5-4b-ttft.json
     scripts/bench_ttft --model-shape qwen3.6-27b --engines stock --only hits --cold 8 --hits 8 --out stock.json
     scripts/bench_ttft --model-shape qwen3.6-27b --engines host,host-ser --add stock.json --out h200-qwen3.6-27b.json
+    scripts/bench_ttft --model-shape qwen3.6-27b --engines none --add a.json --add b.json --out both.json
     scripts/bench_ttft --model-shape qwen3.5-4b --dry-run --start-seconds 100 --cold-ms 150,329,673 --hit-ms 60
 
 Engines, each a process of its own (70 to 130 s of start on an H200):
@@ -14,6 +15,8 @@ Engines, each a process of its own (70 to 130 s of start on an H200):
     host-ovl       the same, H2D-OVL: the last FFN of each group is computed
     host-ser       the same, H2D-SER: copies, replay and forward one after the other, nothing skipped
     resident[-ovl|-ser]  without HiCache, KV on the GPU
+
+Where MEASURE_TURN names a file, several calls at once start their engines side by side and measure one after the other.
 
 Weights are random: times are those of the shape. Results are written after each engine. The exit code is non-zero when
 anything in the document's "problems" is."""
@@ -51,7 +54,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench_ttft", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_common(parser, "bench_ttft.json")
     engines = bench_plan.DEFAULT_ENGINES
-    parser.add_argument("--engines", type=names(ALL), default=engines, help=f"of {','.join(ALL)}; {','.join(engines)}")
+    which = f"of {','.join(ALL)}; or none; {','.join(engines)}"
+    parser.add_argument("--engines", type=_engines, default=engines, help=which)
     parser.add_argument("--only", type=names(SECTIONS), default=SECTIONS, metavar="SECTION,...")
     parser.add_argument("--trace", type=names(ALL), default=(), metavar="ENGINE,...", help="record two hits each")
     add = {"type": Path, "action": "append", "default": [], "metavar": "DOCUMENT"}
@@ -73,6 +77,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _engines(text: str) -> tuple[str, ...]:
+    """`none` where documents are only to be put together."""
+    return () if text == "none" else names(ALL)(text)
+
+
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = Sizes()
     parser.add_argument("--lengths", type=numbers(int), help="matched prefixes, in tokens; the paper's for the shape")
@@ -92,6 +101,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--tflops and --link-gbs: give both, or none to have them measured")
     if set(options.trace) - set(options.engines):
         parser.error(f"--trace: {', '.join(options.trace)} must be among --engines")
+    if not options.engines and not options.add:
+        parser.error("--engines none: nothing to put together without --add")
     if options.cold_ms and len(options.cold_ms) != len(options.lengths):
         parser.error(f"--cold-ms: one number per length, {len(options.lengths)} of them")
 
@@ -166,14 +177,22 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's group is killed too
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
     head = {"tool": "bench_ttft", **origin("scripts/bench_ttft", options), "sizes": sizes_of(options).__dict__}
+    if not chosen:  # nothing is measured here
+        head["machine"] = json.loads(options.add[0].read_text())["machine"]
     began, engines = time.monotonic(), added(options.add, head)
     config, speeds = model_config(model_folder(options)), speeds_of(options)
+
+    def reported() -> dict[str, Any]:
+        report = bench_report.assemble(head, config, speeds, engines, time.monotonic() - began)
+        write(report, options.out)
+        return report
+
+    report = reported() if not chosen else {}
     for plan in chosen:
         left = options.total_seconds - (time.monotonic() - began)
         limits = Limits(options.start_limit, options.engine_seconds, left)
         engines[plan.name] = engine_process.run_engine(plan, "bench_runner", options.out, limits)
-        report = bench_report.assemble(head, config, speeds, engines, time.monotonic() - began)
-        write(report, options.out)  # after each engine: a later one may be cut off
+        report = reported()  # after each engine: a later one may be cut off
     print(f"\n{bench_print.print_report(report)}\n\nwritten to {options.out}")
     return 1 if report["problems"] else 0
 

@@ -8,18 +8,22 @@ this engine's remaining sections."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import report
 from prompts import Prompt, tokens
+
+TURN = "MEASURE_TURN"  # names a file: engines that share it start side by side and measure one after the other
 
 
 @dataclass
@@ -128,6 +132,18 @@ def start_engine(args: Mapping[str, Any]) -> Any:
     return sglang.Engine(**args)
 
 
+@contextmanager
+def turn(path: str | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of that file. Without a path nobody else measures."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        say("engine waits for its turn")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main(make_runner: type[Runner], plan: Any, out_path: str, progress_fd: str) -> int:
     progress = os.fdopen(int(progress_fd), "w", buffering=1)
     os.set_inheritable(progress.fileno(), False)
@@ -139,17 +155,19 @@ def main(make_runner: type[Runner], plan: Any, out_path: str, progress_fd: str) 
     outcome: dict[str, Any] = {"start_seconds": None, "sections": {}, "error": "the engine did not start"}
     write(out_path, outcome)
     runner = make_runner(plan, start_engine(plan.args), say, used)
-    outcome["start_seconds"] = round(time.monotonic() - began, 1)
-    say("engine ready")
-    for section in plan.sections:
-        outcome["error"] = f"ended during {section}"
-        write(out_path, outcome)
-
-        def keep(result: dict[str, Any], section: str = section) -> None:
-            outcome["sections"][section] = result
+    started = round(time.monotonic() - began, 1)
+    with turn(os.environ.get(TURN), say):
+        outcome["start_seconds"] = started
+        say("engine ready")
+        for section in plan.sections:
+            outcome["error"] = f"ended during {section}"
             write(out_path, outcome)
 
-        run_section(runner, section, keep)
+            def keep(result: dict[str, Any], section: str = section) -> None:
+                outcome["sections"][section] = result
+                write(out_path, outcome)
+
+            run_section(runner, section, keep)
     outcome["error"] = None
     write(out_path, outcome)
     runner.engine.shutdown()

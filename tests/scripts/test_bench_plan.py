@@ -208,7 +208,8 @@ def test_only_traced_engines_have_the_section():
 
 @pytest.mark.parametrize(
     "wrong",
-    [("--tflops", "700"), ("--engines", "stock", "--trace", "host"), ("--cold-ms", "1,2"), ("--engines", "gpu")],
+    [("--tflops", "700"), ("--engines", "stock", "--trace", "host"), ("--cold-ms", "1,2"), ("--engines", "gpu")]
+    + [("--engines", "none"), ("--engines", "none,host", "--add", "x.json")],
 )
 def test_arguments_that_do_not_fit_are_refused(wrong):
     with pytest.raises(SystemExit):

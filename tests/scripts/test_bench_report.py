@@ -180,6 +180,25 @@ def test_engines_of_another_call_are_taken_only_if_they_compare(engines, tmp_pat
         bench_ttft.added([path], HEADER | {"shape": "other"})
 
 
+def test_documents_of_engines_that_ran_side_by_side_are_put_together(engines, tmp_path, monkeypatch, capsys):
+    head = HEADER | {"sizes": bench_ttft.sizes_of(bench_ttft.parse(["--model-shape", "qwen3.5-4b"])).__dict__}
+    paths, add = [], []
+    for name, engine in engines.items():
+        paths.append(tmp_path / f"{name}.json")
+        document = bench_report.assemble(head | {"date": "d", "command": "c"}, CONFIG, SPEEDS, {name: engine}, 1.0)
+        paths[-1].write_text(json.dumps(document))
+        add += ["--add", str(paths[-1])]
+    out = tmp_path / "all.json"
+    given = ["--model-shape", head["shape"], "--engines", "none", *add, "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["bench_ttft", *given, "--tflops", "700", "--link-gbs", "50"])
+    assert bench_ttft.main() == 0
+    report = json.loads(out.read_text())
+    assert set(report["engines"]) == set(engines) and report["machine"] == HEADER["machine"]
+    config = bench_ttft.model_config(bench_ttft.model_folder(bench_ttft.parse(given)))
+    together = bench_report.assemble(head, config, Speeds(700, 50, "given"), engines, 1.0)
+    assert report["cells"] == json.loads(json.dumps(together["cells"]))
+
+
 def test_a_document_without_tail_replay_still_prints(engines):
     del engines["host"]
     text = bench_print.print_report(bench_report.assemble(HEADER, CONFIG, None, engines, 1.0))

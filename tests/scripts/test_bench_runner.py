@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import threading
+import time
 from types import SimpleNamespace
 
 import bench_plan
@@ -140,3 +142,27 @@ def test_a_failed_section_keeps_its_samples():
     engine_runner.run_section(failing, "hits", outcomes.append)
     assert (outcomes[-1]["ok"], outcomes[-1]["result"], len(outcomes[-1]["samples"])) == (False, 2, 2)
     assert "ZeroDivisionError" in outcomes[-1]["error"]
+
+
+def test_engines_that_share_a_turn_measure_one_after_the_other(tmp_path):
+    path, said, order = str(tmp_path / "turn"), [], []
+
+    def measure(name, seconds):
+        with engine_runner.turn(path, said.append):
+            order.append(f"{name} begins")
+            time.sleep(seconds)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=measure, args=(name, 0.1)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(said) == 3 and len(order) == 6
+    for begin, end in zip(order[::2], order[1::2], strict=True):
+        assert (begin.split()[0], begin.split()[1], end.split()[1]) == (end.split()[0], "begins", "ends")
+
+
+def test_an_engine_alone_takes_no_turn():
+    with engine_runner.turn(None, lambda text: pytest.fail(text)):
+        pass
