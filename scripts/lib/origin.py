@@ -58,10 +58,12 @@ def first_output(*command: str) -> str | None:
 
 
 def commit_of(options: argparse.Namespace) -> dict[str, Any]:
-    """`dirty` is None where git cannot tell."""
-    changed = first_output("git", "status", "--porcelain")
-    head = options.commit or first_output("git", "rev-parse", "HEAD")
-    return {"commit": head, "dirty": None if changed is None else bool(changed)}
+    """`dirty` is None where git cannot tell: not there, or in a copy of the checkout that has another history."""
+    head, changed = first_output("git", "rev-parse", "HEAD"), first_output("git", "status", "--porcelain")
+    copied = options.commit is not None and not (head or "").startswith(options.commit)
+    dirty = None if changed is None or copied else bool(changed)
+    return {"commit": options.commit or head, "dirty": dirty}
+
 
 
 def origin(script: str, options: argparse.Namespace) -> dict[str, Any]:
