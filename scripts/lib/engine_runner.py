@@ -139,9 +139,25 @@ def turn(path: str | None, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     with open(path, "a") as file:
-        say("engine waits for its turn")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with asleep():
+            say("engine waits for its turn")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def asleep() -> Iterator[None]:
+    """Stop the processes below this one: those of an idle engine poll, and would slow down the one that is measured."""
+    import psutil
+
+    below = psutil.Process().children(recursive=True)
+    for process in below:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in below:
+            process.resume()
 
 
 def main(make_runner: type[Runner], plan: Any, out_path: str, progress_fd: str) -> int:

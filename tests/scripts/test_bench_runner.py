@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import bench_plan
 import bench_runner
 import engine_runner
+import psutil
 import pytest
 from bench_plan import BenchPlan, Sizes
 
@@ -166,3 +169,21 @@ def test_engines_that_share_a_turn_measure_one_after_the_other(tmp_path):
 def test_an_engine_alone_takes_no_turn():
     with engine_runner.turn(None, lambda text: pytest.fail(text)):
         pass
+
+
+def test_processes_of_a_waiting_engine_sleep():
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with engine_runner.asleep():
+            wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+        wait_for(lambda: psutil.Process(child.pid).status() == psutil.STATUS_RUNNING)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def wait_for(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
