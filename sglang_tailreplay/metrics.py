@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
 
-SHRUNK = {"reason": "rows_missing"}
+SHRUNK = ({"reason": ROWS_MISSING}, {"reason": GENERATION})
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -37,7 +38,8 @@ class Metrics:
         self._used = make(Gauge, "rows_used", "Rows in use.", multiprocess_mode="mostrecent")
         self._capacity = make(Gauge, "rows_capacity", "Rows in the store.", multiprocess_mode="mostrecent")
         # Known from the start, so that what has not happened reads 0.
-        for counter, labels in ((self._matched, {}), (self._replayed, {}), (self._lost, {}), (self._shrunk, SHRUNK)):
+        shrunk = [(self._shrunk, labels) for labels in SHRUNK]
+        for counter, labels in ((self._matched, {}), (self._replayed, {}), (self._lost, {}), *shrunk):
             counter.labels(**self._labels, **labels)
 
     def admitted(self, admission: Admission) -> None:
@@ -45,7 +47,7 @@ class Metrics:
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
-            self._shrunk.labels(**self._labels, **SHRUNK).inc()
+            self._shrunk.labels(**self._labels, reason=admission.shrunk_by).inc()
             self._lost.labels(**self._labels).inc(admission.shrunk_from - admission.matched)
 
     def rows(self, used: int, capacity: int) -> None:

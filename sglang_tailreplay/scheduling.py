@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.boundary import ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.tail import tail_length
 
@@ -76,8 +77,9 @@ class Admission:
 
     matched: int
     replayed: int
-    shrunk_from: int | None  # the boundary that the tree had, if a tail that was not whole made it smaller
+    shrunk_from: int | None  # the boundary that the tree had, if it was made smaller
     anchored: bool = False  # the replay began at an anchor
+    shrunk_by: str = ROWS_MISSING  # or GENERATION, if it was
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -130,6 +132,7 @@ class Planner:
         self.cache = cache
         cache.may_reuse = has_plain_tokens
         cache.tail_length_of = self.tail_length_of
+        cache.max_generation = self.config.max_generation
 
     @property
     def _needs_tails(self) -> bool:
@@ -164,8 +167,9 @@ class Planner:
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
-        shrunk = getattr(req, "tail_replay_shrunk", None)
-        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored))
+        shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
+        why = (shrunk.reason,) if shrunk else ()
+        self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, *why))
         if k == 0 and not rows.anchored:
             return None
         assert not (start.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"

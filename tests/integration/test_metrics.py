@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_tailreplay.metrics import SECONDS_BUCKETS, Metrics, Stopwatch
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
 
 MODEL = {"model_name": "m"}
@@ -67,6 +68,7 @@ def test_names_types_and_labels(registry):
         (Admission(40, 0, None), "zero", None),
         (Admission(40, 10, 64), "replayed", 24),
         (Admission(0, 0, 64), "cold", 64),
+        (Admission(40, 10, 64, shrunk_by=GENERATION), "replayed", 24),
     ],
 )
 def test_an_admission_counts(admission, kind, shrunk, registry):
@@ -78,7 +80,9 @@ def test_an_admission_counts(admission, kind, shrunk, registry):
     assert found[key("requests_total", kind=kind)] == 2
     assert found[key("matched_tokens_total")] == 2 * admission.matched
     assert found[key("replayed_tokens_total")] == 2 * admission.replayed
-    assert found.get(key("shrunk_hits_total", reason="rows_missing")) == (2 if shrunk else 0)
+    for reason in (ROWS_MISSING, GENERATION):
+        counted = shrunk and reason == admission.shrunk_by
+        assert found.get(key("shrunk_hits_total", reason=reason)) == (2 if counted else 0)
     assert found.get(key("shrunk_tokens_total")) == 2 * (shrunk or 0)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
 from sglang_tailreplay.scheduling import (
     RATIO_PARAM,
@@ -160,10 +161,12 @@ def test_zero_mode_reuses_kv_and_replays_nothing():
     assert cold.tail_replay.generation == 0
 
 
-def test_a_shrunk_hit_is_reported():
+@pytest.mark.parametrize("reason", [ROWS_MISSING, GENERATION])
+def test_a_shrunk_hit_is_reported(reason):
     p = planner()
-    p.plan_extend([request(40, 5, tail_replay_shrunk=(64, 40)), request(40, 5, tail_replay_shrunk=None)])
-    assert p.admissions == [Admission(40, 10, 64), Admission(40, 10, None)]
+    cut = request(40, 5, tail_replay_shrunk=Shrunk(64, 40, reason))
+    p.plan_extend([cut, request(40, 5, tail_replay_shrunk=None)])
+    assert p.admissions == [Admission(40, 10, 64, shrunk_by=reason), Admission(40, 10, None)]
 
 
 def test_a_tail_that_lost_a_row_is_an_error():
