@@ -31,6 +31,7 @@ class TailReplayCache(UnifiedRadixCache):
     tail_length_of: Callable[[object], Callable[[int], int] | None] = staticmethod(lambda req: None)
     may_reuse: Callable[[object], bool] = staticmethod(lambda req: True)
     max_generation: int | None = None
+    on_reset: Callable[[], None] = staticmethod(lambda: None)
     load_back_threshold = 0  # tokens; set by init_hicache
     forward_stream: object = None  # where forward passes run; set before init_hicache
 
@@ -111,6 +112,7 @@ class TailReplayCache(UnifiedRadixCache):
         # Called by the constructor too, when there is nothing to forget yet.
         if hasattr(self, "components"):
             self.rows.forget_nodes()
+            self.on_reset()
         super().reset()
 
     def check_invariants(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,6 +63,13 @@ class Start(NamedTuple):
     generation: int  # of what is computed on top
 
 
+class Sample(NamedTuple):
+    """A hit whose next-token logits are to be kept."""
+
+    index: int  # of its request in the batch
+    tokens: array  # of int64, all that come before
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What one forward pass has to store and to rebuild."""
@@ -69,6 +77,7 @@ class Step:
     rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
     hits: tuple[Hit, ...] = ()
     takes: tuple[Take, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +127,19 @@ def has_plain_tokens(req: Req) -> bool:
     return req.multimodal_inputs is None and req.input_embeds is None and req.positional_embed_overrides is None
 
 
+def mark_internal(req: Req) -> None:
+    """A request of this project's own: it neither uses the cache nor leaves anything in it."""
+    req.tail_replay_internal = True
+
+
+def is_internal(req: Req) -> bool:
+    return getattr(req, "tail_replay_internal", False)
+
+
+def may_reuse(req: Req) -> bool:
+    return has_plain_tokens(req) and not is_internal(req)
+
+
 class Planner:
     """Gives rows to tokens and tails to hits. One per scheduler."""
 
@@ -126,11 +148,12 @@ class Planner:
         self.on_admission = on_admission
         # Tokens that a tail of this many may have at no more cost: replays run in graphs of fixed sizes.
         self.rounded: Callable[[int], int] = lambda k: k
+        self.is_sampled: Callable[[], bool] = lambda: False  # whether the hit at hand is to be verified
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
         self.cache = cache
-        cache.may_reuse = has_plain_tokens
+        cache.may_reuse = may_reuse
         cache.tail_length_of = self.tail_length_of
         cache.max_generation = self.config.max_generation
 
@@ -147,11 +170,13 @@ class Planner:
 
     def plan_extend(self, reqs: Sequence[Req]) -> Step:
         """Called for a prefill batch after its slots are allocated and before SGLang forgets which slots are fresh."""
+        if any(map(is_internal, reqs)):
+            return Step(no_rows(sum(req.extend_range.length for req in reqs)))
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
-        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes)
+        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes, _samples(reqs))
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -170,6 +195,7 @@ class Planner:
         shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
         why = (shrunk.reason,) if shrunk else ()
         self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, *why))
+        req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None
         assert not (start.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
@@ -242,11 +268,23 @@ class Planner:
             rows.restart(position)
 
 
+def _samples(reqs: Sequence[Req]) -> tuple[Sample, ...]:
+    """Of the hits to verify, those whose last chunk this is: the pass gives their next token."""
+    samples = []
+    for index, req in enumerate(reqs):
+        ids = req.full_untruncated_fill_ids
+        if getattr(req, "tail_replay_sampled", False) and len(req.prefix_indices) + req.extend_range.length == len(ids):
+            req.tail_replay_sampled = False
+            samples.append(Sample(index, array("q", ids)))
+    return tuple(samples)
+
+
 def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
     if prefill is None or decode is None:
         return prefill
-    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits, prefill.takes + decode.takes)
+    rows, takes = np.concatenate((prefill.rows, decode.rows)), prefill.takes + decode.takes
+    return Step(rows, prefill.hits, takes, prefill.samples)
 
 
 def report(req: Req) -> dict[str, int]:
