@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
+
+ROWS_MISSING, GENERATION = "rows_missing", "generation"
+
+
+class Shrunk(NamedTuple):
+    """A hit whose boundary was made smaller."""
+
+    matched: int  # the boundary that the tree had
+    usable: int
+    reason: str  # ROWS_MISSING, or GENERATION: too many replays behind the tokens that follow
 
 
 def usable_boundary(valid: np.ndarray, tail_length: Callable[[int], int]) -> int:

@@ -145,6 +145,20 @@ class TailReplayComponent(MambaComponent):
             return m
         return usable_boundary(self.validity(node), tail_length)
 
+    def within_generation(self, node: UnifiedTreeNode, m: int, most: int) -> tuple[UnifiedTreeNode, int]:
+        """The longest part of the path to node, which ends at token m, that has no token of a generation above most.
+
+        Its last node and its number of tokens.
+        """
+        last, length = node, m
+        while m > 0:
+            m -= len(node.key)
+            span = self.span(node)
+            node = node.parent
+            if span is not None and span.generation > most:
+                last, length = node, m
+        return last, length
+
     def tail(self, node: UnifiedTreeNode, k: int) -> Tail:
         """The last k tokens before the end of node (NO_ROW where a token has none)."""
         parts, missing, generation = [], k, 0

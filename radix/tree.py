@@ -15,18 +15,23 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.component import TailReplayComponent
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
 
 class TailReplayCache(UnifiedRadixCache):
     """`tail_length_of(req)` gives the tail planner of a request, or None if none of its hits needs a tail;
-    `may_reuse(req)` says whether it may be served from the cache at all."""
+    `may_reuse(req)` says whether it may be served from the cache at all; no hit takes tokens that have more than
+    `max_generation` approximate replays behind them (None: no limit)."""
 
     tail_length_of: Callable[[object], Callable[[int], int] | None] = staticmethod(lambda req: None)
     may_reuse: Callable[[object], bool] = staticmethod(lambda req: True)
+    max_generation: int | None = None
+    on_reset: Callable[[], None] = staticmethod(lambda: None)
     load_back_threshold = 0  # tokens; set by init_hicache
     forward_stream: object = None  # where forward passes run; set before init_hicache
 
@@ -50,7 +55,7 @@ class TailReplayCache(UnifiedRadixCache):
         device, host = len(result.device_indices), result.host_hit_length
         matched = device + host if self._loads(host) else device
         usable = self._usable(params.req, result, matched)
-        params.req.tail_replay_shrunk = (matched, usable) if usable < matched else None
+        params.req.tail_replay_shrunk = self._shrunk(result, matched, usable) if usable < matched else None
         if usable == device + host:
             return result
         return super().match_prefix(dataclasses.replace(params, key=_limited(params.key, usable)))
@@ -59,17 +64,29 @@ class TailReplayCache(UnifiedRadixCache):
         """The longest boundary <= matched that a replay can serve and that HiCache will provide."""
         tail_length = self.tail_length_of(req)
         device = len(result.device_indices)
-        if tail_length is None:
-            return matched
         if matched > device:
             usable = self._whole(result.best_match_node, matched, tail_length)
             if usable <= device or self._loads(usable - device):
                 return usable
         return self._whole(result.last_device_node, device, tail_length)
 
-    def _whole(self, node: int, m: int, tail_length: Callable[[int], int]) -> int:
-        """The longest boundary <= m whose tail is whole; the node with this id ends at token m."""
-        return self.rows.usable_boundary(self.tree_core.node_by_id(node), m, tail_length) if m else 0
+    def _shrunk(self, result: MatchResult, matched: int, usable: int) -> Shrunk:
+        node = result.best_match_node if matched > len(result.device_indices) else result.last_device_node
+        _, limit = self._within_limit(node, matched)
+        return Shrunk(matched, usable, GENERATION if usable == limit else ROWS_MISSING)
+
+    def _whole(self, node: int, m: int, tail_length: Callable[[int], int] | None) -> int:
+        """The longest boundary <= m within the limit of generations whose tail, if one is needed, is whole.
+
+        The node with this id ends at token m.
+        """
+        last, limit = self._within_limit(node, m)
+        return limit if tail_length is None or limit == 0 else self.rows.usable_boundary(last, limit, tail_length)
+
+    def _within_limit(self, node: int, m: int) -> tuple[UnifiedTreeNode, int]:
+        """The part of a prefix of m tokens that max_generation lets a hit take: its last node and its length."""
+        last = self.tree_core.node_by_id(node)
+        return (last, m) if self.max_generation is None else self.rows.within_generation(last, m, self.max_generation)
 
     def _loads(self, tokens: int) -> bool:
         """Whether SGLang loads that few tokens from the host. It computes them again where a load is not worth it."""
@@ -82,20 +99,20 @@ class TailReplayCache(UnifiedRadixCache):
             return indices, node
         req = params.req
         device, req.host_hit_length = len(req.prefix_indices), 0
-        tail_length = self.tail_length_of(req)
-        usable = device if tail_length is None else self._whole(node, device, tail_length)
+        usable = self._whole(node, device, self.tail_length_of(req))
         if usable < device:
             key = RadixKey(token_ids=req.full_untruncated_fill_ids, extra_key=req.extra_key, limit=usable)
             result = super().match_prefix(MatchPrefixParams(key=key))
             # The caller appends the indices returned here to those of the request.
             req.prefix_indices, node = result.device_indices, result.last_device_node
-            req.tail_replay_shrunk = (device, usable)
+            req.tail_replay_shrunk = Shrunk(device, usable, ROWS_MISSING)
         return indices, node
 
     def reset(self) -> None:
         # Called by the constructor too, when there is nothing to forget yet.
         if hasattr(self, "components"):
             self.rows.forget_nodes()
+            self.on_reset()
         super().reset()
 
     def check_invariants(self) -> None:

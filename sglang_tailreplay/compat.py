@@ -10,6 +10,9 @@ import argparse
 import importlib.metadata
 import inspect
 import pkgutil
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from sglang_tailreplay.errors import TailReplayError
@@ -246,6 +249,59 @@ def in_graph_capture() -> bool:
     from sglang.srt.model_executor.runner import get_is_capture_mode
 
     return get_is_capture_mode()
+
+
+def internal_request(scheduler: Any, rid: str, tokens: array, new_tokens: int = 1) -> Any:
+    """A request that no client has sent. tokens: of int64."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+    params.normalize(None)
+    return Req(rid, "", tokens, params, vocab_size=scheduler.model_config.vocab_size)
+
+
+def extend_batch(scheduler: Any, req: Any) -> Any:
+    """A prefill batch of the request's extend range, with KV slots and input on the device."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    batch = ScheduleBatch.init_new(
+        [req], scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache,
+        scheduler.model_config, enable_overlap=False, spec_algorithm=scheduler.spec_algorithm,
+    )  # fmt: skip
+    batch.prepare_for_extend()
+    batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    return batch
+
+
+def forward(scheduler: Any, batch: Any) -> Any:
+    """Run the model on a batch, past the scheduler: next-token logits [requests, V]. Its KV is all on the device."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    scheduler.tp_worker.set_hicache_consumer(batch.hicache_consumer_index)
+    model_runner = scheduler.tp_worker.model_runner
+    forward_batch = ForwardBatch.init_new(batch, model_runner, return_hidden_states_before_norm=False)
+    return model_runner.forward(forward_batch).logits_output.next_token_logits
+
+
+@contextmanager
+def forward_stream_of(scheduler: Any) -> Iterator[None]:
+    """On the stream where the scheduler's passes run, behind what the scheduler has put on its own."""
+    with scheduler.forward_stream_ctx:
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        yield
+    scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+
+
+def request_probe(scheduler: Any) -> Callable[[], bool]:
+    """What tells whether a request has arrived that the scheduler has not read."""
+    poll = getattr(scheduler.request_receiver.recv_from_tokenizer, "poll", None)
+    if poll is None:
+        raise TailReplayError(
+            "tail_replay: --tail-replay-verify-fraction: SGLang's Rust server does not tell when requests wait; leave "
+            "out the flag or SGLANG_RUST_SERVER"
+        )
+    return lambda: bool(poll(0))
 
 
 def register_config(config_class: type) -> None:

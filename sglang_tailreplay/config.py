@@ -41,6 +41,11 @@ def _check_count(key: str, value: Any, least: int) -> None:
         raise _refuse(key, value, f"must be a whole number of at least {least}")
 
 
+def _check_fraction(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise _refuse(key, value, "must be a number from 0 to 1")
+
+
 def _check_size(key: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
@@ -62,6 +67,8 @@ class TailReplayConfig:
     skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
     graphs: bool = True  # launch replays as captured CUDA graphs (off: kernel by kernel)
     self_check: bool = True  # at start, compare one replay with a prefill
+    max_generation: int | None = None  # reuse nothing that has more approximate replays behind it
+    verify_fraction: float = 0.0  # share of hits that are computed again from nothing when the server is idle
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -71,6 +78,9 @@ class TailReplayConfig:
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens, self.min_tokens)
         _check_count("anchor_interval", self.anchor_interval, 0)
+        if self.max_generation is not None:
+            _check_count("max_generation", self.max_generation, 0)
+        _check_fraction("verify_fraction", self.verify_fraction)
         for key in ("host_gb", "anchor_gb"):
             _check_size(key, getattr(self, key))
         for key in SWITCHES:
@@ -111,6 +121,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("host_gb", type=float, help="GiB of host memory for rows (default: fits all KV slots, at most half of free)")
     add("anchor_interval", type=int, help="save a state every so many tokens, at ends of passes (default 0: none)")
     add("anchor_gb", type=float, help="GiB of host memory for states (default: one per interval, at most 1/8 of free)")
+    add("max_generation", type=int, help="reuse nothing with more approximate replays behind it (default: no limit)")
+    add("verify_fraction", type=float, help="share of hits to check against a cold prefill when idle (default 0)")
     for flag, key, text in (
         ("no-overlap", "overlap", "replay, row copies and forward passes one after the other"),
         ("no-skip", "skip", "compute the whole last layer of every group"),

@@ -150,6 +150,8 @@ def forward(original: Callable, model_runner: Any, forward_batch: Any, *args: An
     pending = getattr(forward_batch, _STEP, None)
     assert pending is None or not pending.hits, "a batch with cached prefixes ran without its replay"
     state.forward_ended(output.can_run_graph, pending)
+    if pending is not None and pending.samples:
+        state.answered(pending.samples, output.logits_output.next_token_logits)
     return output
 
 

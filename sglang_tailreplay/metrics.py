@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
+from sglang_tailreplay.verification import Agreement
 
-SHRUNK = {"reason": "rows_missing"}
+SHRUNK = ({"reason": ROWS_MISSING}, {"reason": GENERATION})
+KL_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
@@ -34,19 +37,34 @@ class Metrics:
         self._lost = make(Counter, "shrunk_tokens", "Cached tokens that such hits could not use.")
         stages = "Time of a replay: fetch (rows of one group), replay (a batch), wait (what the prefill waited for it)."
         self._seconds = make(Histogram, "seconds", stages, "stage", buckets=SECONDS_BUCKETS)
+        self._verified = make(Counter, "verified_hits", "Hits that were computed again from nothing.")
+        self._agreeing = make(Counter, "agreeing_hits", "Of these, those with the same most likely first token.")
+        self._unverified = make(Counter, "unverified_hits", "Hits that were to be verified and could not be.")
+        divergence = "Nats from the cold distribution of the first token to that of a verified hit."
+        self._kl = make(Histogram, "verified_kl", divergence, buckets=KL_BUCKETS)
         self._used = make(Gauge, "rows_used", "Rows in use.", multiprocess_mode="mostrecent")
         self._capacity = make(Gauge, "rows_capacity", "Rows in the store.", multiprocess_mode="mostrecent")
         # Known from the start, so that what has not happened reads 0.
-        for counter, labels in ((self._matched, {}), (self._replayed, {}), (self._lost, {}), (self._shrunk, SHRUNK)):
-            counter.labels(**self._labels, **labels)
+        shrunk = [(self._shrunk, labels) for labels in SHRUNK]
+        plain = (self._matched, self._replayed, self._lost, self._verified, self._agreeing, self._unverified, self._kl)
+        for metric, labels in (*((metric, {}) for metric in plain), *shrunk):
+            metric.labels(**self._labels, **labels)
 
     def admitted(self, admission: Admission) -> None:
         self._requests.labels(**self._labels, kind=_kind(admission)).inc()
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
-            self._shrunk.labels(**self._labels, **SHRUNK).inc()
+            self._shrunk.labels(**self._labels, reason=admission.shrunk_by).inc()
             self._lost.labels(**self._labels).inc(admission.shrunk_from - admission.matched)
+
+    def verified(self, agreement: Agreement) -> None:
+        self._verified.labels(**self._labels).inc()
+        self._agreeing.labels(**self._labels).inc(agreement.first_token)
+        self._kl.labels(**self._labels).observe(agreement.kl)
+
+    def unverified(self, hits: int) -> None:
+        self._unverified.labels(**self._labels).inc(hits)
 
     def rows(self, used: int, capacity: int) -> None:
         self._used.labels(**self._labels).set(used)

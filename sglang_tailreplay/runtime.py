@@ -18,6 +18,7 @@ import torch
 from sglang_tailreplay import adapters, compat, self_check
 from sglang_tailreplay.anchor_store import AnchorStore, choose_anchors, state_bytes
 from sglang_tailreplay.capture import Capture, Sink
+from sglang_tailreplay.cold_prefill import ColdPrefill
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
@@ -31,7 +32,8 @@ from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine, cuda_milliseconds
 from sglang_tailreplay.replayer import Replayer, slots_of
 from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
-from sglang_tailreplay.scheduling import Admission, Hit, Planner, Step
+from sglang_tailreplay.scheduling import Admission, Hit, Planner, Sample, Step
+from sglang_tailreplay.verification import Verifier
 
 if TYPE_CHECKING:
     from sglang_tailreplay.radix.tree import TailReplayCache
@@ -71,6 +73,8 @@ class Runtime:
         self._replayer: Replayer | None = None
         self._metrics: Metrics | None = None
         self._stopwatch: Stopwatch | None = None
+        self._verifier: Verifier | None = None
+        self._passes = 0  # forward passes so far
         self._checked_version = self._idle_version = -1  # RowPool.version: last checked, last seen idle
         self._idle_since = 0.0
 
@@ -195,11 +199,21 @@ class Runtime:
         if self._replayer is not None and self.config.self_check:
             error = self_check.run(scheduler, self)
             logger.info("tail_replay: self-check passed: a replayed state is within %.1e of the prefill's", error)
+        if self.config.verify_fraction > 0:
+            self._verifier = self._make_verifier(scheduler)
         logger.info("tail_replay: ready, %s", self.config.to_json())
+
+    def _make_verifier(self, scheduler: Any) -> Verifier:
+        prefill = ColdPrefill(scheduler)
+        verifier = Verifier(self.config.verify_fraction, prefill, prefill.fits, self._metrics)
+        self.planner.is_sampled = verifier.draws
+        self.planner.cache.on_reset = verifier.forget
+        return verifier
 
     # ---- every batch ----
 
     def forward_begins(self, step: Step | None) -> None:
+        self._passes += 1
         if self.capture is not None:
             self.capture.begin(step.rows if step is not None else None)
 
@@ -224,6 +238,11 @@ class Runtime:
         late = self._replayer is not None and self._replayer.pending
         assert not late, "a forward pass read recurrent states without waiting for their replay"
         self._stopwatch.harvest()
+
+    def answered(self, samples: tuple[Sample, ...], logits: torch.Tensor | None) -> None:
+        """A pass with hits to verify was launched; logits [requests, V] of it."""
+        if self._verifier is not None:
+            self._verifier.answered(samples, logits)
 
     def prefill_begins(self, model_runner: Any) -> None:
         """Before the replay and the layers of a prefill pass, whose KV from the host may still be on its way.
@@ -255,7 +274,13 @@ class Runtime:
         self._metrics.rows(pool.used_rows, pool.capacity)
 
     def on_idle(self) -> None:
-        """Called over and over while the server is idle: the row accounting must add up.
+        """Called over and over while the server is idle."""
+        self._check_rows()
+        if self._verifier is not None:
+            self._verifier.on_idle(self._passes)
+
+    def _check_rows(self) -> None:
+        """The row accounting must add up.
 
         The check takes milliseconds per million rows, which a client that sends one request after the other would
         notice. So it waits until nothing has changed for a while.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.boundary import ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.tail import tail_length
 
@@ -61,6 +63,13 @@ class Start(NamedTuple):
     generation: int  # of what is computed on top
 
 
+class Sample(NamedTuple):
+    """A hit whose next-token logits are to be kept."""
+
+    index: int  # of its request in the batch
+    tokens: array  # of int64, all that come before
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What one forward pass has to store and to rebuild."""
@@ -68,6 +77,7 @@ class Step:
     rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
     hits: tuple[Hit, ...] = ()
     takes: tuple[Take, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +86,9 @@ class Admission:
 
     matched: int
     replayed: int
-    shrunk_from: int | None  # the boundary that the tree had, if a tail that was not whole made it smaller
+    shrunk_from: int | None  # the boundary that the tree had, if it was made smaller
     anchored: bool = False  # the replay began at an anchor
+    shrunk_by: str = ROWS_MISSING  # or GENERATION, if it was
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -116,6 +127,19 @@ def has_plain_tokens(req: Req) -> bool:
     return req.multimodal_inputs is None and req.input_embeds is None and req.positional_embed_overrides is None
 
 
+def mark_internal(req: Req) -> None:
+    """A request of this project's own: it neither uses the cache nor leaves anything in it."""
+    req.tail_replay_internal = True
+
+
+def is_internal(req: Req) -> bool:
+    return getattr(req, "tail_replay_internal", False)
+
+
+def may_reuse(req: Req) -> bool:
+    return has_plain_tokens(req) and not is_internal(req)
+
+
 class Planner:
     """Gives rows to tokens and tails to hits. One per scheduler."""
 
@@ -124,12 +148,14 @@ class Planner:
         self.on_admission = on_admission
         # Tokens that a tail of this many may have at no more cost: replays run in graphs of fixed sizes.
         self.rounded: Callable[[int], int] = lambda k: k
+        self.is_sampled: Callable[[], bool] = lambda: False  # whether the hit at hand is to be verified
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
         self.cache = cache
-        cache.may_reuse = has_plain_tokens
+        cache.may_reuse = may_reuse
         cache.tail_length_of = self.tail_length_of
+        cache.max_generation = self.config.max_generation
 
     @property
     def _needs_tails(self) -> bool:
@@ -144,11 +170,13 @@ class Planner:
 
     def plan_extend(self, reqs: Sequence[Req]) -> Step:
         """Called for a prefill batch after its slots are allocated and before SGLang forgets which slots are fresh."""
+        if any(map(is_internal, reqs)):
+            return Step(no_rows(sum(req.extend_range.length for req in reqs)))
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
-        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes)
+        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes, _samples(reqs))
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -164,8 +192,10 @@ class Planner:
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
-        shrunk = getattr(req, "tail_replay_shrunk", None)
-        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored))
+        shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
+        why = (shrunk.reason,) if shrunk else ()
+        self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, *why))
+        req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None
         assert not (start.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
@@ -238,11 +268,23 @@ class Planner:
             rows.restart(position)
 
 
+def _samples(reqs: Sequence[Req]) -> tuple[Sample, ...]:
+    """Of the hits to verify, those whose last chunk this is: the pass gives their next token."""
+    samples = []
+    for index, req in enumerate(reqs):
+        ids = req.full_untruncated_fill_ids
+        if getattr(req, "tail_replay_sampled", False) and len(req.prefix_indices) + req.extend_range.length == len(ids):
+            req.tail_replay_sampled = False
+            samples.append(Sample(index, array("q", ids)))
+    return tuple(samples)
+
+
 def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
     if prefill is None or decode is None:
         return prefill
-    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits, prefill.takes + decode.takes)
+    rows, takes = np.concatenate((prefill.rows, decode.rows)), prefill.takes + decode.takes
+    return Step(rows, prefill.hits, takes, prefill.samples)
 
 
 def report(req: Req) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sglang_tailreplay import compat
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.radix.rows import NO_ROW
 from sglang_tailreplay.scheduling import Hit, Take
@@ -33,7 +34,7 @@ def run(scheduler: Any, runtime: Runtime) -> float:
 
     model_runner = scheduler.tp_worker.model_runner
     req = _request(scheduler)
-    tokens = _prefill_and_decode(scheduler, model_runner, req)
+    tokens = _prefill_and_decode(scheduler, req)
     try:
         rows = req.tail_replay.ids.copy()
         if (rows == NO_ROW).any():
@@ -76,45 +77,24 @@ def _check_anchor(runtime: Runtime, req: Any, states: torch.Tensor) -> None:
 
 
 def _request(scheduler: Any) -> Any:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
     vocabulary = scheduler.model_config.vocab_size
     ids = array("q", np.random.default_rng(0).integers(1, vocabulary, PROMPT_TOKENS).tolist())
-    params = SamplingParams(temperature=0.0, max_new_tokens=DECODED_TOKENS, ignore_eos=True)
-    params.normalize(None)
-    return Req("tail-replay-self-check", "", ids, params, vocab_size=vocabulary)
+    return compat.internal_request(scheduler, "tail-replay-self-check", ids, DECODED_TOKENS)
 
 
-def _prefill_and_decode(scheduler: Any, model_runner: Any, req: Any) -> np.ndarray:
+def _prefill_and_decode(scheduler: Any, req: Any) -> np.ndarray:
     """Run req without the scheduler's loop; returns the tokens whose states its slot now holds."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
     req.init_next_round_input(scheduler.tree_cache)
     req.set_extend_range(0, PROMPT_TOKENS)
-    batch = ScheduleBatch.init_new(
-        [req], scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache,
-        scheduler.model_config, enable_overlap=False, spec_algorithm=scheduler.spec_algorithm,
-    )  # fmt: skip
-    batch.prepare_for_extend()
-    batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    batch = compat.extend_batch(scheduler, req)
     tokens = list(req.origin_input_ids)
     for _ in range(DECODED_TOKENS):
-        next_token = _forward(model_runner, batch)
+        next_token = compat.forward(scheduler, batch).argmax(-1)
         batch.prepare_for_decode()
         batch.input_ids = next_token.to(torch.int64)
         tokens.append(int(next_token[0]))
-    _forward(model_runner, batch)
+    compat.forward(scheduler, batch)
     return np.array(tokens, dtype=np.int64)
-
-
-def _forward(model_runner: Any, batch: Any) -> torch.Tensor:
-    """Next token [1] of the batch."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-    forward_batch = ForwardBatch.init_new(batch, model_runner, return_hidden_states_before_norm=False)
-    logits = model_runner.forward(forward_batch).logits_output
-    return model_runner.sample(logits, forward_batch)
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_tailreplay.metrics import Metrics
 from sglang_tailreplay.scheduling import Admission
+from sglang_tailreplay.verification import Agreement
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "grafana" / "tail-replay.json"
 PREFIX = "sglang:tail_replay_"
@@ -17,13 +18,15 @@ PREFIX = "sglang:tail_replay_"
 
 @pytest.fixture
 def samples(monkeypatch) -> list:
-    """Everything that a server with one hit that shrank, and one of each time, tells."""
+    """Everything that a server with one hit that shrank, one that was verified, and one of each time, tells."""
     registry = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=registry))
     metrics = Metrics("m")
     metrics.admitted(Admission(8, 4, 9))
     metrics.rows(1, 2)
+    metrics.verified(Agreement(True, 0.1))
+    metrics.unverified(1)
     for stage in ("fetch", "replay", "wait"):
         metrics.seconds(stage, 0.1)
     return [s for family in registry.collect() for s in family.samples if not s.name.endswith("_created")]

@@ -26,6 +26,8 @@ BAD = {
     "skip": [0, 1, "true", None],
     "graphs": [0, 1, "true", None],
     "self_check": [0, 1, "false", None],
+    "max_generation": [-1, 1.5, "1", False],
+    "verify_fraction": [-0.1, 1.1, "0.1", None, True, float("nan")],
 }
 
 
@@ -75,7 +77,9 @@ def test_good_values_survive_the_round_trip(values):
 @pytest.mark.parametrize("environ", [{}, {ENVIRONMENT: ""}, {ENVIRONMENT: "  "}, {ENVIRONMENT: "{}"}])
 def test_nothing_given_means_the_defaults(environ):
     assert TailReplayConfig.from_environment(environ) == TailReplayConfig()
-    assert TailReplayConfig() == TailReplayConfig("replay", 0.05, 64, None, None, 0, None, True, True, True, True)
+    assert TailReplayConfig() == TailReplayConfig(
+        *("replay", 0.05, 64, None, None, 0, None, True, True, True, True), max_generation=None, verify_fraction=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,8 +122,11 @@ def test_every_flag_reaches_its_key():
         *("--tail-replay-anchor-interval", "512", "--tail-replay-anchor-gb", "2.5"),
         *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
         *("--tail-replay-no-self-check", "--port", "1"),
+        *("--tail-replay-max-generation", "3", "--tail-replay-verify-fraction", "0.25"),
     )
-    assert config == TailReplayConfig("zero", 0.5, 8, 99, 1.5, 512, 2.5, False, False, False, False)
+    assert config == TailReplayConfig(
+        *("zero", 0.5, 8, 99, 1.5, 512, 2.5, False, False, False, False), max_generation=3, verify_fraction=0.25
+    )
     assert rest == ["--model-path", "m", "--port", "1", "--radix-cache-backend", "tail_replay"]
 
 

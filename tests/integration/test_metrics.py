@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from sglang_tailreplay.metrics import SECONDS_BUCKETS, Metrics, Stopwatch
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
+from sglang_tailreplay.verification import Agreement
 
 MODEL = {"model_name": "m"}
 
@@ -54,6 +56,12 @@ def test_names_types_and_labels(registry):
         ("histogram", "sglang:tail_replay_seconds_bucket"): {"model_name", "stage", "le"},
         ("histogram", "sglang:tail_replay_seconds_count"): {"model_name", "stage"},
         ("histogram", "sglang:tail_replay_seconds_sum"): {"model_name", "stage"},
+        ("counter", "sglang:tail_replay_verified_hits_total"): {"model_name"},
+        ("counter", "sglang:tail_replay_agreeing_hits_total"): {"model_name"},
+        ("counter", "sglang:tail_replay_unverified_hits_total"): {"model_name"},
+        ("histogram", "sglang:tail_replay_verified_kl_bucket"): {"model_name", "le"},
+        ("histogram", "sglang:tail_replay_verified_kl_count"): {"model_name"},
+        ("histogram", "sglang:tail_replay_verified_kl_sum"): {"model_name"},
         ("gauge", "sglang:tail_replay_rows_used"): {"model_name"},
         ("gauge", "sglang:tail_replay_rows_capacity"): {"model_name"},
     }
@@ -67,6 +75,7 @@ def test_names_types_and_labels(registry):
         (Admission(40, 0, None), "zero", None),
         (Admission(40, 10, 64), "replayed", 24),
         (Admission(0, 0, 64), "cold", 64),
+        (Admission(40, 10, 64, shrunk_by=GENERATION), "replayed", 24),
     ],
 )
 def test_an_admission_counts(admission, kind, shrunk, registry):
@@ -78,8 +87,20 @@ def test_an_admission_counts(admission, kind, shrunk, registry):
     assert found[key("requests_total", kind=kind)] == 2
     assert found[key("matched_tokens_total")] == 2 * admission.matched
     assert found[key("replayed_tokens_total")] == 2 * admission.replayed
-    assert found.get(key("shrunk_hits_total", reason="rows_missing")) == (2 if shrunk else 0)
+    for reason in (ROWS_MISSING, GENERATION):
+        counted = shrunk and reason == admission.shrunk_by
+        assert found.get(key("shrunk_hits_total", reason=reason)) == (2 if counted else 0)
     assert found.get(key("shrunk_tokens_total")) == 2 * (shrunk or 0)
+
+
+def test_verified_hits_count(registry):
+    metrics = Metrics("m")
+    metrics.verified(Agreement(True, 0.02))
+    metrics.verified(Agreement(False, 4.0))
+    metrics.unverified(3)
+    found = samples(registry)
+    assert [found[key(f"{name}_hits_total")] for name in ("verified", "agreeing", "unverified")] == [2, 1, 3]
+    assert found[key("verified_kl_sum")] == 4.02 and found[key("verified_kl_bucket", le="0.03")] == 1
 
 
 def test_rows_are_what_was_said_last(registry):

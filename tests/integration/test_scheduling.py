@@ -1,5 +1,6 @@
 """Rows and tails of a batch, on a cache that holds one prefix."""
 
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,15 +9,18 @@ import torch
 
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
 from sglang_tailreplay.scheduling import (
     RATIO_PARAM,
     Admission,
     Hit,
     Planner,
+    Sample,
     Step,
     check_request,
     has_plain_tokens,
+    mark_internal,
     mix,
     ratio_of,
     report,
@@ -160,10 +164,12 @@ def test_zero_mode_reuses_kv_and_replays_nothing():
     assert cold.tail_replay.generation == 0
 
 
-def test_a_shrunk_hit_is_reported():
+@pytest.mark.parametrize("reason", [ROWS_MISSING, GENERATION])
+def test_a_shrunk_hit_is_reported(reason):
     p = planner()
-    p.plan_extend([request(40, 5, tail_replay_shrunk=(64, 40)), request(40, 5, tail_replay_shrunk=None)])
-    assert p.admissions == [Admission(40, 10, 64), Admission(40, 10, None)]
+    cut = request(40, 5, tail_replay_shrunk=Shrunk(64, 40, reason))
+    p.plan_extend([cut, request(40, 5, tail_replay_shrunk=None)])
+    assert p.admissions == [Admission(40, 10, 64, shrunk_by=reason), Admission(40, 10, None)]
 
 
 def test_a_tail_that_lost_a_row_is_an_error():
@@ -192,7 +198,11 @@ def test_what_is_more_than_token_ids_gets_no_row(what):
 
 def test_attaching_tells_the_cache_whom_to_serve():
     cache = planner().cache
-    assert cache.may_reuse is has_plain_tokens
+    own = request(0, 3)
+    mark_internal(own)
+    image = request(0, 3, multimodal_inputs=object())
+    assert [cache.may_reuse(req) for req in (request(0, 3), image, own)] == [True, False, False]
+    assert cache.max_generation is None and planner(max_generation=2).cache.max_generation == 2
     assert [cache.tail_length_of(request(0, 1))(m) for m in (0, 3, 8, 40, 101)] == [0, 3, 4, 10, 26]
     assert cache.tail_length_of(request(0, 1, ratio=1))(40) == 40
     assert planner(max_tokens=6).cache.tail_length_of(request(0, 1))(40) == 6
@@ -384,3 +394,38 @@ def test_the_answer_tells_the_worst_ground_that_it_stood_on():
     plan.cache.rows.release(req.tail_replay)
     plan.plan_extend([req])
     assert req.tail_replay.generation == 0 and report(req)["tail_replay_generation"] == 2
+
+
+# ---- hits to verify ----
+
+
+def test_a_hit_to_verify_is_told_of_in_the_pass_that_gives_its_next_token():
+    p = planner()
+    p.is_sampled = lambda: True
+    cold, hit, long = request(0, 2), request(40, 5), request(20, 3, full_untruncated_fill_ids=list(range(30)))
+    step = p.plan_extend([cold, hit, long])
+    assert step.samples == (Sample(1, array("q", range(7, 52))),)
+    long.mamba_needs_clear, long.prefix_indices, long.extend_range.length = False, range(23), 7
+    decoding = Step(no_rows(1))
+    assert mix(p.plan_extend([long]), decoding).samples == (Sample(0, array("q", range(30))),)
+    assert p.plan_extend([long]).samples == ()  # told once
+
+
+def test_a_hit_that_starts_over_as_a_miss_is_not_verified():
+    p, req = planner(), request(40, 5, full_untruncated_fill_ids=list(range(50)))
+    p.is_sampled = lambda: True
+    p.plan_extend([req])
+    req.prefix_indices, req.extend_range.length = range(0), 50
+    assert p.plan_extend([req]).samples == ()
+
+
+def test_hits_that_were_not_drawn_are_not_verified():
+    assert planner().plan_extend([request(40, 5)]).samples == ()
+
+
+def test_a_request_of_our_own_takes_no_rows_and_is_not_counted():
+    p, req = planner(anchor_interval=1), request(0, 5)
+    mark_internal(req)
+    step = p.plan_extend([req])
+    assert step.rows.tolist() == [NO_ROW] * 5 and step.hits == step.takes == step.samples == ()
+    assert p.admissions == [] and not hasattr(req, "tail_replay") and p.cache.rows.pool.used_rows == 0

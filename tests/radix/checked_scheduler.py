@@ -29,6 +29,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_tailreplay import compat
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
 from sglang_tailreplay.radix.component import TailReplayComponent
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
@@ -105,6 +106,7 @@ class CheckedScheduler:
         self.prefixes = Prefixes()
         self.truth: dict[int, Entry] = {}
         self.locked: set[int] = set()  # prefixes in locked nodes, when the tree was last read
+        self.generations: dict[int, int] = {}  # what the tree says of every prefix, when it was last read
         self.accounts: dict[str, Account] = {}
         # SGLang's queues
         self.waiting: list[Req] = []
@@ -253,7 +255,8 @@ class CheckedScheduler:
         req.init_next_round_input(self.cache)
         cached = len(req.prefix_indices) + req.host_hit_length
         assert cached == usable, f"cached {cached} tokens, not {usable} of {matched}"
-        shrunk = (matched, usable) if usable < matched else None
+        by = GENERATION if usable == self._within_limit(self.prefixes.path(ids[:matched])) else ROWS_MISSING
+        shrunk = (matched, usable, by) if usable < matched else None
         assert req.tail_replay_shrunk == (shrunk if self._reusable(req) else None)
         self.check()
 
@@ -264,12 +267,19 @@ class CheckedScheduler:
         """(matched, usable) by trying every boundary on the truth."""
         path = self.prefixes.path(ids[:-1])
         matched = next((i for i, prefix in enumerate(path) if prefix not in self.truth), len(path))
-        if not self._reusable(req):
-            return matched, 0
-        if self.planner.config.mode == "zero":
-            return matched, matched
-        has_row = [self.truth[prefix].has_row for prefix in path[:matched]]
-        return matched, max(b for b in range(matched + 1) if all(has_row[b - self._tail(req, b) : b]))
+        return matched, self._usable(req, path[:matched], range(matched + 1))
+
+    def _usable(self, req: Req, path: list[int], boundaries) -> int:
+        """The longest of the boundaries that can be used of a match on path."""
+        limit = self._within_limit(path) if self._reusable(req) else 0
+        zero = self.planner.config.mode == "zero"
+        has_row = [zero or self.truth[prefix].has_row for prefix in path]
+        return max(b for b in boundaries if b <= limit and all(has_row[b - self._tail(req, b) : b]))
+
+    def _within_limit(self, path: list[int]) -> int:
+        most = self.planner.config.max_generation
+        over = (i for i, prefix in enumerate(path) if most is not None and self.generations[prefix] > most)
+        return next(over, len(path))
 
     def _tail(self, req: Req, m: int) -> int:
         config = self.planner.config
@@ -376,6 +386,8 @@ class CheckedScheduler:
     def _start_account(self, req: Req, m: int, k: int, anchored: bool) -> None:
         account = self.accounts[req.rid]
         behind = max((self.truth[prefix].generation for prefix in self.path(req, m)), default=0)
+        most = self.planner.config.max_generation
+        assert most is None or behind <= most, "a hit took tokens behind too many replays"
         account.generation = behind + (0 < m and k < m and not anchored)
         assert not account.own_rows
         assert req.tail_replay.generation >= account.generation
@@ -546,6 +558,7 @@ class CheckedScheduler:
         """The tree holds what the truth says; what it may have evicted is taken from the truth."""
         self.cache.sanity_check()
         found = self._read_tree()
+        self.generations = {prefix: entry.generation for prefix, entry in found.items()}
         gone = self.truth.keys() - found.keys()
         assert not found.keys() - self.truth.keys(), "the tree has tokens that nobody inserted"
         assert evicts_kv or not any(self.truth[prefix].on_device for prefix in gone), "the tree lost tokens"

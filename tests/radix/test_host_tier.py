@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from server_machine import IMAGE, PROFILE, ServerMachine, bits, budgets, requests, tokens
+from server_machine import IMAGE, LONG, PROFILE, ServerMachine, bits, budgets, requests, tokens
 from tiered_scheduler import FULL_LAYERS, KV_SLOTS, LEAST_LOAD, TieredScheduler
 
 from sglang_tailreplay import host_tier
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.radix.boundary import ROWS_MISSING
 
 POLICIES = ["write_through", "write_through", "write_through_selective", "write_back"]
 
@@ -26,9 +27,12 @@ class TieredMachine(ServerMachine):
         host_ratio=st.sampled_from([2.0, 2.0, 1.0, 0.5, 0.2]),
         policy=st.sampled_from(POLICIES),
         early_loads=st.booleans(),
+        most=st.sampled_from([None, None, 0, 1]),
     )
-    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, host_ratio, policy, early_loads):
-        config = TailReplayConfig(mode=mode, ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens)
+    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, host_ratio, policy, early_loads, most):
+        config = TailReplayConfig(
+            mode=mode, ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens, max_generation=most
+        )
         rows = capacity if mode == "replay" else 0
         self.server = TieredScheduler(config, rows, overlap, host_ratio, policy)
         self.server.early_loads = early_loads
@@ -53,8 +57,13 @@ class TieredMachine(ServerMachine):
         self.server.prefill(budget, self.sampler(pattern), mixed)
 
 
-TestTieredServer = TieredMachine.TestCase
-TestTieredServer.settings = PROFILE
+class TestTieredServer(TieredMachine.TestCase):
+    settings = PROFILE
+
+
+@pytest.mark.slow
+class TestTieredServerForLonger(TieredMachine.TestCase):
+    settings = LONG
 
 
 # ---- single stories ----
@@ -193,7 +202,7 @@ def test_a_hit_does_not_end_where_sglang_would_load_too_little():
     lose_rows(server, [1] * 20 + [2] * 20, begin=25)
     assert places(server, [1] * 20 + [2] * 20) == "D" * 20 + "H" * 5 + "h" * 15
     hit = serve(server, [1] * 20 + [2] * 20 + [5])
-    assert (hit.tail_replay.boundary, hit.tail_replay_shrunk) == (20, (40, 20))
+    assert (hit.tail_replay.boundary, hit.tail_replay_shrunk) == (20, (40, 20, ROWS_MISSING))
 
 
 def test_without_room_for_a_load_the_hit_needs_a_whole_tail_on_the_device(monkeypatch):
@@ -201,7 +210,7 @@ def test_without_room_for_a_load_the_hit_needs_a_whole_tail_on_the_device(monkey
     monkeypatch.setattr(server.cache, "load_back", lambda *args, **kwargs: False)
     server.loads = False
     req = serve(server, [1] * 20 + [2] * 20 + [4])
-    assert (req.tail_replay.boundary, req.host_hit_length, req.tail_replay_shrunk) == (0, 0, (20, 0))
+    assert (req.tail_replay.boundary, req.host_hit_length, req.tail_replay_shrunk) == (0, 0, (20, 0, ROWS_MISSING))
     assert places(server, [1] * 20 + [2] * 20) == "D" * 40
 
 

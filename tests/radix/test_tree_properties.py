@@ -3,7 +3,14 @@
 A longer search:  TAIL_REPLAY_SEARCH=1 pytest tests/radix/test_tree_properties.py tests/radix/test_host_tier.py
 """
 
-from server_machine import PROFILE, ServerMachine
+import pytest
+from server_machine import LONG, PROFILE, ServerMachine
 
-TestServer = ServerMachine.TestCase
-TestServer.settings = PROFILE
+
+class TestServer(ServerMachine.TestCase):
+    settings = PROFILE
+
+
+@pytest.mark.slow
+class TestServerForLonger(ServerMachine.TestCase):
+    settings = LONG

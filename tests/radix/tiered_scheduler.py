@@ -118,13 +118,8 @@ class TieredScheduler(CheckedScheduler):
         device = next((i for i, prefix in enumerate(path[:matched]) if not self.truth[prefix].on_device), matched)
         if matched - device < LEAST_LOAD:
             matched = device
-        if not self._reusable(req):
-            return matched, 0
-        if self.planner.config.mode == "zero":
-            return matched, matched
-        has_row = [self.truth[prefix].has_row for prefix in path[:matched]]
         boundaries = (b for b in range(matched + 1) if b <= device or b - device >= LEAST_LOAD)
-        return matched, max(b for b in boundaries if all(has_row[b - self._tail(req, b) : b]))
+        return matched, self._usable(req, path[:matched], boundaries)
 
     def _admit(self, req: Req, budget: int, reserved: int) -> bool:
         self.match(req)
@@ -209,9 +204,10 @@ class TieredScheduler(CheckedScheduler):
             assert self._read_kv(full.value[here].numpy()) == [path[i] for i in here], "a KV slot was overwritten"
         if full.host_value is not None and node.write_through_pending_id is None:
             host = self.controller.mem_pool_host.anchor_entry.host_pool
-            for layer in range(len(FULL_LAYERS)):
-                for buffer in (host.k_buffer, host.v_buffer):
-                    assert buffer[full.host_value, layer].view(-1).tolist() == path, "a KV slot of the host is wrong"
+            expected = torch.tensor(path, dtype=host.k_buffer.dtype).view(-1, 1)
+            for buffer in (host.k_buffer, host.v_buffer):  # [slots, layers, 1, 1]
+                found = buffer[full.host_value].flatten(1)
+                assert (found == expected).all(), "a KV slot of the host is wrong"
 
     def _check_kv(self, reqs: list[Req]) -> None:
         super()._check_kv(reqs)

@@ -71,3 +71,10 @@ def exact(serve_tiny):
     """r = 1: states are rebuilt from all rows, so answers must not differ from cold ones."""
     with serve_tiny("--tail-replay-ratio", "1.0", "--enable-metrics", "--enable-cache-report") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def few_rows(serve_tiny):
+    """r = 1 with a store of about 800 rows beside 4096 KV slots."""
+    with serve_tiny("--tail-replay-ratio", "1.0", "--tail-replay-host-gb", "0.0004", "--enable-metrics") as server:
+        yield server

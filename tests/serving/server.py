@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MODULE = "sglang_tailreplay.launch_server"
+OURS = "sglang:tail_replay_"  # how our metrics begin
 
 # Pools small enough for a CI machine. The state pool must be bounded: SGLang's own choice takes gigabytes.
 SMALL = (
@@ -107,6 +108,18 @@ class Server:
         for sample in self.metric_samples():
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+    def verified(self, seconds: float = 120) -> tuple[float, float, float]:
+        """(hits verified, those that agree, nats) so far, once no hit waits; needs --tail-replay-verify-fraction 1."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.metric_samples()
+            hits = sum(s.value for s in found if s.name == f"{OURS}requests_total" and s.labels["kind"] != "cold")
+            value = {s.name.removeprefix(OURS): s.value for s in found if s.name.startswith(OURS)}
+            if hits == value["verified_hits_total"] + value["unverified_hits_total"]:
+                return tuple(value[name] for name in ("verified_hits_total", "agreeing_hits_total", "verified_kl_sum"))
+            assert time.monotonic() < deadline, f"{hits} hits, of which these were seen to: {value}"
+            time.sleep(0.2)
 
     def healthy(self) -> bool:
         """Up, and past its warm-up. Generates nothing: `serve` switches SGLang's generating health check off."""

@@ -1,4 +1,10 @@
-"""Anchors through the server: with a state saved nearby, a hit at 5 % is exact. Float32 on a model that remembers."""
+"""Anchors through the server: with a state saved nearby, a hit at 5 % is exact. Float32 on a model that remembers.
+
+The same server verifies every hit in idle time, which has exact and approximate ones to tell apart here, and builds
+nothing on approximate ones.
+"""
+
+import time
 
 import pytest
 
@@ -8,6 +14,7 @@ INTERVAL, CHUNK, PREFIX = 64, 256, 600
 @pytest.fixture(scope="module")
 def anchored(serve_tiny):
     flags = ("--tail-replay-ratio", "0.05", "--tail-replay-anchor-interval", str(INTERVAL))
+    flags += ("--tail-replay-verify-fraction", "1", "--tail-replay-max-generation", "0")
     with serve_tiny(*flags, "--enable-metrics", "--enable-cache-report") as server:
         yield server
 
@@ -76,3 +83,43 @@ def test_turns_of_a_chat_stay_exact(anchored, cold, prompt):
 def test_metrics_tell_them_apart(anchored, prefix, prompt):
     anchored.generate(leave(prompt, prefix, CHUNK + 9), 1)
     assert 'kind="anchored"' in anchored.open("/metrics").decode()
+
+
+def test_nothing_is_built_on_an_approximate_replay(anchored, cold, prompt, prefix):
+    def cut_hits():
+        found = [s for s in anchored.metric_samples() if s.name.endswith("shrunk_hits_total")]
+        return sum(s.value for s in found if s.labels["reason"] == "generation")
+
+    branch = leave(prompt, prefix, 470) + prompt(60)
+    assert anchored.generate(branch, 1).generation == 1
+    before = cut_hits()
+    ids = branch + prompt(5)
+    answer = anchored.generate(ids, 1)  # all of the branch is in the cache
+    assert (answer.cached_tokens, answer.replayed, answer.generation) == (470, 64, 1)
+    assert cut_hits() == before + 1
+    exact = anchored.generate(ids, 8, custom_params={"tail_replay_ratio": 1.0})
+    assert (exact.cached_tokens, exact.generation) == (470, 0)
+    assert exact.tokens == cold.generate(ids, 8).tokens
+
+
+def test_verified_hits_tell_exact_from_approximate_ones(anchored, cold, prompt):
+    anchored.flush()
+    ids = prompt(PREFIX)
+    anchored.generate(ids, 1)
+    count, agreeing, nats = anchored.verified()
+    exact = [leave(prompt, ids, boundary) for boundary in (3, CHUNK, 390, PREFIX - 1)]
+    for branch in exact:
+        assert anchored.generate(branch, 2, custom_params={"tail_replay_ratio": 1.0}).generation == 0
+    after = anchored.verified()
+    assert (after[0] - count, after[1] - agreeing) == (4, 4) and after[2] - nats < 1e-5
+    for boundary in (470, 480, 490, 500):
+        assert anchored.generate(leave(prompt, ids, boundary), 2).generation == 1
+    last = anchored.verified()
+    assert last[0] - after[0] == 4 and last[2] - after[2] > 0.01
+    assert f"tail_replay: verified {last[0]:.0f} hits so far: the first token agrees in {last[1]:.0f}" in anchored.log()
+    # Nothing of it is left: hits are where they were, and what a prefill outside of the cache computed is not there.
+    again = leave(prompt, ids, 555)
+    answer = anchored.generate(again, 8, custom_params={"tail_replay_ratio": 1.0})
+    assert answer.cached_tokens == 555 and answer.tokens == cold.generate(again, 8).tokens
+    time.sleep(1.5)  # idle: the leak checks run
+    anchored.check_alive()

@@ -112,24 +112,36 @@ POOL = ("--max-total-tokens", "3000", "--context-length", "2048", "--chunked-pre
 POOL += ("--max-running-requests", "8", "--mem-fraction-static", "0.2", "--sleep-on-idle")
 
 
+RETRACT = {"SGLANG_TEST_RETRACT": "1"}
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("flags", "env"),
     [
-        pytest.param((), {}, id="eviction"),
-        pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), {}, id="mixed-chunk"),
-        pytest.param((), {"SGLANG_TEST_RETRACT": "1"}, id="retraction"),
-        pytest.param(("--tail-replay-host-gb", "0.0006"), {}, id="few-rows"),
+        pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), RETRACT, id="eviction-mixed-retraction"),
+        pytest.param((), {}, id="eviction", marks=SLOW),
+        pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), {}, id="mixed-chunk", marks=SLOW),
+        pytest.param((), RETRACT, id="retraction", marks=SLOW),
     ],
 )
 def test_prefix_tree_under_load(serve_tiny, tree_answers, flags, env):
-    prompts, expected = tree_answers
     with serve_tiny("--tail-replay-ratio", "1.0", *flags, small=POOL, **env) as server:
-        answers = server.generate_many(prompts, 12, concurrency=6)
-        assert [a.tokens for a in answers] == expected
-        assert sum(a.cached_tokens > 0 for a in answers) > 40
-        # Idle from here on: SGLang's leak check and ours run, and take the server down if something does not add up.
-        server.flush()
-        time.sleep(1.5)
+        answers_are_cold_ones(server, *tree_answers)
+
+
+def test_prefix_tree_with_few_rows(few_rows, tree_answers):
+    answers_are_cold_ones(few_rows, *tree_answers)
+
+
+def answers_are_cold_ones(server, prompts, expected):
+    answers = server.generate_many(prompts, 12, concurrency=6)
+    assert [a.tokens for a in answers] == expected
+    assert sum(a.cached_tokens > 0 for a in answers) > 40
+    # Idle from here on: SGLang's leak check and ours run, and take the server down if something does not add up.
+    server.flush()
+    time.sleep(1.5)
+    server.check_alive()
 
 
 def test_zero_mode_is_the_control(serve_tiny, tree_answers):

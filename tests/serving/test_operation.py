@@ -103,13 +103,6 @@ def test_flush_forgets_rows_with_the_tree(exact, prompt):
     assert exact.generate(ids, 1).cached_tokens == 0
 
 
-@pytest.fixture(scope="module")
-def few_rows(serve_tiny):
-    """A store of about 800 rows beside 4096 KV slots."""
-    with serve_tiny("--tail-replay-ratio", "1.0", "--tail-replay-host-gb", "0.0004", "--enable-metrics") as server:
-        yield server
-
-
 def test_a_hit_without_rows_shrinks_and_heals(few_rows, cold, prompt):
     ids = prompt(600)
     few_rows.generate(ids, 1)

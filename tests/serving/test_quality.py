@@ -17,10 +17,11 @@ SERVER = (
 FLOAT32 = ("--server-env", "SGLANG_MAMBA_CONV_DTYPE=float32")
 
 
-def evaluate(model, out, *given, flags=SERVER):
-    command = [sys.executable, SCRIPT, "--model-path", model, "--out", out, "--ready-seconds", "240", *given, *FLOAT32]
+def evaluate(model, out, *given, url=None):
+    command = [sys.executable, SCRIPT, "--model-path", model, "--out", out, "--ready-seconds", "240", *given]
+    command += ["--url", url] if url else [*FLOAT32, "--", *SERVER]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = list(map(str, [*command, "--", *flags]))
+    command = list(map(str, command))
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
@@ -94,18 +95,23 @@ def register():
 
 
 @pytest.mark.parametrize("fault", ["shifted", pytest.param("skipped", marks=pytest.mark.slow)])
-def test_a_broken_replay_is_caught(tiny_model, tmp_path, fault):
-    """Rows shifted by one token, a group that is not replayed: behind the back of the check at start."""
+def test_a_broken_replay_is_caught(tiny_model, serve_tiny, tmp_path, fault):
+    """Rows shifted by one token, a group that is not replayed: behind the back of the check at start. By the harness,
+    and by the server itself, which verifies its hits when it is idle."""
     plugin = tmp_path / "plugin"
     info = plugin / "broken_replay-0.1.dist-info"
     info.mkdir(parents=True)
     (plugin / "broken_replay.py").write_text(BROKEN)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-replay\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbroken_replay = broken_replay:register\n")
-    env = {"PYTHONPATH": plugin, "SGLANG_PLUGINS": "tailreplay,broken_replay", "BROKEN_REPLAY": fault}
-    given = [word for name, value in env.items() for word in ("--server-env", f"{name}={value}")]
-    given += ["--ids", "--lengths", "200", "--count", "3", "--modes", "full,replay", "--ratios", "1"]
-    done = evaluate(tiny_model, tmp_path / "out", *given, flags=(*SERVER, "--tail-replay-no-self-check"))
+    env = {"PYTHONPATH": str(plugin), "SGLANG_PLUGINS": "tailreplay,broken_replay", "BROKEN_REPLAY": fault}
+    given = ("--ids", "--lengths", "200", "--count", "3", "--modes", "full,replay", "--ratios", "1")
+    flags = ("--tail-replay-no-self-check", "--tail-replay-verify-fraction", "1", "--enable-metrics")
+    with serve_tiny(*flags, **env) as server:
+        done = evaluate(tiny_model, tmp_path / "out", *given, url=server.base_url)
+        verified, agreeing, nats = server.verified()
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    # With r = 1 in float32 a replay that works has every first token right, and no divergence (test_anchors.py).
+    assert verified >= 6 and agreeing < verified and nats / verified > 0.01
     problems = json.loads((tmp_path / "out" / "report.json").read_text())["problems"]
     assert problems and all("the replay of this server is broken" in problem for problem in problems)

@@ -18,6 +18,7 @@ def crowded(serve_tiny):
     small += ("--max-running-requests", "6", "--mem-fraction-static", "0.2", "--sleep-on-idle")
     small += ("--schedule-conservativeness", "0.1")  # admit more than fits, so that some are retracted
     flags = ("--enable-metrics", "--enable-cache-report", "--tail-replay-min-tokens", "4")
+    flags += ("--tail-replay-verify-fraction", "0.5")  # it must give way to whatever comes, and leave nothing behind
     # Makes SGLang retract every few steps, however slow the machine is.
     with serve_tiny(*flags, small=small, SGLANG_TEST_RETRACT="1") as server:
         yield server
@@ -33,5 +34,5 @@ def test_twenty_seconds_of_everything(crowded, tmp_path):
     report = json.loads(out.read_text())
     assert report["ok"] and report["compared"] == "tokens" and report["metrics_watched"] and report["memory_watched"]
     assert report["retractions"] > 0
-    assert report["of_them_hits"] >= 10, "nothing was proved: hardly any hit was compared"
+    assert report["of_them_hits"] >= 5, "nothing was proved: hardly any hit was compared"
     assert report["rounds"] >= 6 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
