@@ -180,10 +180,34 @@ class Hybrid(nn.Module):
         return [layer for layer in self.model.layers if layer.kind == "linear_attention"]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        dtype = torch.bfloat16 if ids.is_cuda else torch.float32
-        words = self.model.embed_tokens.weight.to(dtype)
-        # As a product: the gradient of an embedding of few words adds many tokens into few rows, one after the other.
-        x = (ids[..., None] == torch.arange(len(words), device=ids.device)).to(dtype) @ words
+        x = self._embed(ids)
         for layer in self.model.layers:
             x = layer(x)
-        return F.linear(self.model.norm(x), words).float()
+        return self._logits(x)
+
+    def after_replay(self, ids: torch.Tensor, boundary: int, tail: int) -> torch.Tensor:
+        """Logits [B, T - boundary, vocabulary] as a server gives them that has the first `boundary` tokens in its cache
+        and rebuilds the recurrent states from the last `tail` of them, each group of layers from zero states. 0: the
+        states stay zero."""
+        x = self._embed(ids)
+        cached, new = x[:, :boundary], x[:, boundary:]
+        rows = cached[:, boundary - tail :]
+        for layer in self.model.layers:
+            if layer.kind == "full_attention":
+                cached, new = layer(torch.cat([cached, new], 1)).split([boundary, new.shape[1]], 1)
+                rows = cached[:, boundary - tail :]
+            else:
+                rows, new = layer(torch.cat([rows, new], 1)).split([tail, new.shape[1]], 1)
+                cached = layer(cached)
+        return self._logits(new)
+
+    def _words(self, like: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens.weight.to(torch.bfloat16 if like.is_cuda else torch.float32)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """As a product: the gradient of an embedding of few words adds many tokens into few rows, one by one."""
+        words = self._words(ids)
+        return (ids[..., None] == torch.arange(len(words), device=ids.device)).to(words.dtype) @ words
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.model.norm(x), self._words(x)).float()

@@ -86,7 +86,7 @@ TOY = Recipe(
         linear_key_head_dim=32,
         linear_value_head_dim=32,
     ),
-    stages=(Stage(0.75, (64,), 1 << 11), Stage(0.25, (128, 64), 1 << 11)),
+    stages=(Stage(0.7, (96,), 1 << 11), Stage(0.3, (128, 96), 1 << 11)),
     rate=5e-3,
 )
 RECIPES = {"tiny": TINY, "large": LARGE, "toy": TOY}

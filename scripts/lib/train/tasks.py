@@ -24,8 +24,8 @@ SHARES = (0.2, 0.4, 0.4)  # of training sequences
 HOPS = 4  # names of a chain
 MOST_GAP = 5  # filler sentences between the subject and the question
 DIRECT_SHARE = 0.2  # of training questions that name their subject themselves
-QUESTION_TOKENS = 64  # of a training sequence, for one question
-MOST_QUESTIONS = 48  # of a training sequence
+QUESTION_TOKENS = 40  # of a training sequence, for one question
+MOST_QUESTIONS = 64  # of a training sequence
 
 _THE, _STOP = words.ID["the"], words.ID["."]
 _CODE_OF, _IS, _COPIES = words.ids("the code of"), words.ID["is"], words.ID["copies"]
@@ -40,6 +40,10 @@ class Facts:
     answers: dict[int, np.ndarray]  # name -> what to answer when asked about it
     askable: np.ndarray  # [facts, names]: a fact, or chain, may be asked for by each of its names
     ordered: bool  # sentences must keep their order
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.sentences))
 
 
 class Question(NamedTuple):
@@ -61,12 +65,15 @@ def training_sample(rng: np.random.Generator, length: int) -> Sample:
     task = TASKS[number]
     facts = make_facts(rng, task, length, dense=True)
     count = max(1, min(MOST_QUESTIONS, length // QUESTION_TOKENS, len(facts.askable)))
-    parts, marks = [], []
+    parts, marks, room = [], [], length - facts.tokens - 1
     for names in rng.permutation(facts.askable)[:count]:
-        gap = int(rng.integers(0, MOST_GAP + 1)) if length > 128 else int(rng.integers(0, 2))
+        gap = int(rng.integers(0, MOST_GAP + 1, 2).min()) if length > 128 else int(rng.integers(0, 2))
         name = names[-1] if rng.random() < 0.5 else rng.choice(names)
         asked = make_question(rng, facts, task, int(name), gap, rng.random() < DIRECT_SHARE)
-        parts += [asked.subject, asked.question, asked.answer]
+        room -= sum(map(len, asked))
+        if room < 0 and parts:
+            break
+        parts += asked
         marks += [np.zeros(len(asked.subject) + len(asked.question), bool), np.ones(len(asked.answer), bool)]
     end, mark = np.concatenate(parts), np.concatenate(marks)
     body = make_text(rng, facts, length - len(end))
@@ -150,7 +157,7 @@ def filler(rng: np.random.Generator, count: int) -> np.ndarray:
     """[count, 7]: sentences like "the old river keeps the wolf ."."""
 
     def column(choices: np.ndarray) -> np.ndarray:
-        return rng.choice(choices, count)
+        return choices[rng.integers(len(choices), size=count)]
 
     the, stop = np.full(count, _THE), np.full(count, _STOP)
     parts = (the, column(words.ADJECTIVE_IDS), column(words.NOUN_IDS), column(words.VERB_IDS))
@@ -158,16 +165,20 @@ def filler(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def make_text(rng: np.random.Generator, facts: Facts, length: int) -> np.ndarray:
-    """`length` tokens: all facts, each at a random place among filler; a first sentence may lack its beginning."""
-    used = sum(map(len, facts.sentences)) + 1
-    if used > length:
-        raise ValueError(f"the facts need {used} tokens, the text has room for {length}")
-    sentences = filler(rng, -(-(length - used) // 7))
+    """`length` tokens: all facts, each at a random place among filler; a first sentence may lack its beginning. Earlier
+    subjects are among them where there is room: only the last one counts."""
+    if facts.tokens + 1 > length:
+        raise ValueError(f"the facts need {facts.tokens + 1} tokens, the text has room for {length}")
     order = np.arange(len(facts.sentences)) if facts.ordered else rng.permutation(len(facts.sentences))
-    places = np.sort(rng.integers(min(1, len(sentences)), len(sentences) + 1, len(order)))
+    units = [facts.sentences[i] for i in order]
+    spare = min(length // 128, (length - facts.tokens) // 16)
+    for name in rng.choice(list(facts.answers), int(rng.integers(0, spare + 1))):
+        units.insert(int(rng.integers(len(units) + 1)), np.array([_CONSIDER, name, _STOP]))
+    sentences = filler(rng, -(-(length - 1 - sum(map(len, units))) // 7))
+    places = np.sort(rng.integers(min(1, len(sentences)), len(sentences) + 1, len(units)))
     parts, begin = [], 0
-    for fact, place in zip(order, places, strict=True):
-        parts += [sentences[begin:place].ravel(), facts.sentences[fact]]
+    for unit, place in zip(units, places, strict=True):
+        parts += [sentences[begin:place].ravel(), unit]
         begin = place
     body = np.concatenate([*parts, sentences[begin:].ravel()])
     return np.concatenate([[words.BOS], body[len(body) - (length - 1) :]])
