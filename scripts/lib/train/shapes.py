@@ -38,9 +38,10 @@ TINY = Recipe(
         linear_value_head_dim=64,
     ),
     stages=(
-        Stage(0.08, (128,), 1 << 15),
-        Stage(0.12, (256, 128), 1 << 15),
-        Stage(0.18, (512, 256), 1 << 15),
+        Stage(0.06, (64,), 1 << 15),
+        Stage(0.06, (128, 64), 1 << 15),
+        Stage(0.10, (256, 128), 1 << 15),
+        Stage(0.16, (512, 256), 1 << 15),
         Stage(0.20, (1024, 512, 256), 1 << 16),
         Stage(0.20, (2048, 1024, 512), 1 << 16),
         Stage(0.22, (4096, 2048, 1024), 1 << 16),
@@ -62,7 +63,8 @@ LARGE = Recipe(
         linear_value_head_dim=128,
     ),
     stages=(
-        Stage(0.10, (128,), 1 << 15),
+        Stage(0.05, (64,), 1 << 15),
+        Stage(0.05, (128, 64), 1 << 15),
         Stage(0.15, (256, 128), 1 << 16),
         Stage(0.20, (512, 256), 1 << 16),
         Stage(0.20, (1024, 512), 1 << 17),
@@ -86,7 +88,7 @@ TOY = Recipe(
         linear_key_head_dim=32,
         linear_value_head_dim=32,
     ),
-    stages=(Stage(0.7, (96,), 1 << 11), Stage(0.3, (128, 96), 1 << 11)),
+    stages=(Stage(0.7, (64,), 1 << 11), Stage(0.3, (128, 64), 1 << 11)),
     rate=5e-3,
 )
 RECIPES = {"tiny": TINY, "large": LARGE, "toy": TOY}
