@@ -11,7 +11,14 @@ from train import vocabulary
 from train.gates import half_lives
 from train.model import Hybrid
 
-CHAT_TEMPLATE = "{%- for message in messages -%}{{- message['content'] + ' ' -}}{%- endfor -%}"
+# What was said, one after the other, as in training texts.
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{{- ' ' + message['content'] -}}
+{%- if message['role'] == 'assistant' -%}{{- ' ' + eos_token -}}{%- endif -%}
+{%- endfor -%}
+"""
 
 
 @torch.no_grad()
