@@ -1,7 +1,7 @@
 """Serve one list of OpenAI requests with stock SGLang and then with tail replay, and compare what came from the cache.
 
-The model is the small trained hybrid of models/tiny-local: it reads a text in which "the code of ada is blue falcon ."
-and then, asked for Ada's code, answers "blue falcon". Its heads keep half of what they hold for 64 tokens at most, so
+The model is the small trained hybrid of models/tiny-local: it reads a text in which "the code of ada is blue castle ."
+and then, asked for Ada's code, answers "blue castle". Its heads keep half of what they hold for 64 tokens at most, so
 that a short replayed tail is enough here: no evidence for another model. Times are those of a tiny model too."""
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def converse(server: serving.Server) -> list[Row]:
 
 
 LEGEND = """
-shared      tokens of the prompt that an earlier prompt or answer began with
+shared      tokens of the prompt that an earlier prompt or answer began with, the end of the answer not counted
 stock, ours cached tokens that each server reports; ours: --tail-replay-mode {mode} --tail-replay-ratio {ratio}
 replayed    tokens at the end of the cached ones for which the recurrent states were rebuilt
 TTFT        time to the first token in ms

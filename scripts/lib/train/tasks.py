@@ -1,11 +1,11 @@
 """Texts with facts in them, and questions about the facts, over the closed vocabulary.
 
-    <s> the old river keeps the wolf . the code of ada is blue falcon . ...      facts among filler sentences
-    consider ada . the wild tower sees the lake .                                whom the question is about
-    what is the code ? answer : blue falcon </s>                                 the question, the answer
+    <s> the wild tower keeps the wolf . the code of ada is blue castle . ...      facts among filler sentences
+    consider ada . the tall ship sees the tiger .                                whom the question is about
+    what is the code ? answer : blue castle </s>                                 the question, the answer
 
 `niah` hides 1 to 8 facts, `kv` one per 32 tokens, `vt` chains of "bob copies ada ." that end at a code; its answer
-names the whole chain: "trace it ? answer : ada blue falcon". The question itself does not say whom it is about: a model
+names the whole chain: "trace it ? answer : ada blue castle". The question itself does not say whom it is about: a model
 keeps that in the state of its recurrent layers, and finds the fact, far back, with attention. A direct question does.
 
 One generator makes training sequences, with many questions each, and the prompts of an evaluation, with one."""
@@ -154,7 +154,7 @@ def make_question(rng: np.random.Generator, facts: Facts, task: str, name: int, 
 
 
 def filler(rng: np.random.Generator, count: int) -> np.ndarray:
-    """[count, 7]: sentences like "the old river keeps the wolf ."."""
+    """[count, 7]: sentences like "the wild tower keeps the wolf ."."""
 
     def column(choices: np.ndarray) -> np.ndarray:
         return choices[rng.integers(len(choices), size=count)]
