@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]
 # Beginnings of commands that other tests run, or that only a machine with a model or a GPU can.
 ELSEWHERE = {
     "scripts/setup": "every test runs in what it made",
     "scripts/demo": "its servers are those of tests/serving",
     ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/server.py",
-    ".venv/bin/python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
     "python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
     "SGLANG_TAILREPLAY=": "tests/serving/test_operation.py",
     "sglang.Engine(": "tests/serving/test_operation.py",
@@ -93,8 +92,15 @@ def test_quality_options(command, monkeypatch, tmp_path):
     assert importlib.import_module("eval_quality").parse(arguments).model_path
 
 
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/train_hybrid")])
+def test_training_options(command, monkeypatch):
+    """Training itself runs in tests/scripts/test_train.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
+    assert importlib.import_module("train_hybrid").parse(words(command)[1:]).seconds
+
+
 def test_every_command_has_a_test():
-    programs = ("scripts/simulate", "scripts/workload", "scripts/eval_quality")
+    programs = ("scripts/simulate", "scripts/workload", "scripts/eval_quality", "scripts/train_hybrid")
     assert [command for command in HERE if not command.startswith(programs)] == []
 
 

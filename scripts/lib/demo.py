@@ -1,15 +1,14 @@
 """Serve one list of OpenAI requests with stock SGLang and then with tail replay, and compare what came from the cache.
 
-The model is tiny and random, so its answers mean nothing. It forgets within some tens of tokens, as most heads of
-trained models do: that is why a short replayed tail can be enough here, and this run is no evidence that it is enough
-for a given trained model. Times are those of a tiny model too."""
+The model is the small trained hybrid of models/tiny-local: it reads a text in which "the code of ada is blue castle ."
+and then, asked for Ada's code, answers "blue castle". Its heads keep half of what they hold for 64 tokens at most, so
+that a short replayed tail is enough here: no evidence for another model. Times are those of a tiny model too."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,28 +21,34 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "build" / "demo"
+MODEL = CHECKOUT / "models" / "tiny-local"
 sys.path[:0] = [str(CHECKOUT / "tests" / "serving"), str(CHECKOUT / "scripts" / "lib")]
 
+import numpy as np  # noqa: E402
 import server as serving  # noqa: E402
 from tables import table  # noqa: E402
+from train import tasks, vocabulary  # noqa: E402
 
-NEW_TOKENS = 24
+NEW_TOKENS = 8
 FLAGS = ("--enable-metrics", "--enable-cache-report", "--max-mamba-cache-size", "64")
 # On a CPU SGLang 0.5.17 chooses the no_buffer strategy, whose cached states are right only without overlap scheduling,
 # and leaves overlap scheduling on.
 STOCK_CPU_FLAGS = ("--disable-overlap-schedule",)
-LETTERS = "abcdefghijklmnopqrstuvwxyz ."  # answers are limited to these, so that an answer is one token per character
+QUESTION = "what is the code ? answer :"
 
 
 @dataclass(frozen=True)
 class Message:
-    """One request. The prompt is a text, or the messages of a chat; the model's tokens are bytes."""
+    """One request: a text, or the messages of a chat. The last question in it has the answer `expected`."""
 
     name: str
     prompt: str | list[dict[str, str]]
+    expected: str
 
-    def rendered(self) -> str:
-        return self.prompt if isinstance(self.prompt, str) else render(self.prompt)
+    def tokens(self) -> list[str]:
+        """The model's tokens are words."""
+        text = self.prompt if isinstance(self.prompt, str) else render(self.prompt)
+        return ["<s>", *words_of(text)]
 
 
 @dataclass
@@ -61,40 +66,43 @@ class Conversation:
 
     client: object
     server: serving.Server
-    letters: Sequence[int]
-    seen: list[str] = field(default_factory=list)
+    seen: list[list[str]] = field(default_factory=list)
 
     def shared(self, message: Message) -> int:
         """Tokens that the cache can give: the longest common prefix, but never the whole prompt."""
-        text = message.rendered()
-        longest = max((len(os.path.commonprefix([text, earlier])) for earlier in self.seen), default=0)
-        return min(longest, len(text) - 1)
+        tokens = message.tokens()
+        longest = max((len(os.path.commonprefix([tokens, earlier])) for earlier in self.seen), default=0)
+        return min(longest, len(tokens) - 1)
 
     def send(self, message: Message) -> Reply:
         before = self.server.metrics().get("sglang:tail_replay_replayed_tokens_total", 0.0)
-        reply = stream(self.client, message, self.letters)
+        reply = stream(self.client, message)
         after = self.server.metrics().get("sglang:tail_replay_replayed_tokens_total", 0.0)
-        if reply.prompt_tokens != len(message.rendered()):
-            raise RuntimeError(f"{message.name}: {reply.prompt_tokens} tokens, expected {len(message.rendered())}")
+        tokens = message.tokens()
+        if reply.prompt_tokens != len(tokens):
+            raise RuntimeError(f"{message.name}: {reply.prompt_tokens} tokens, expected {len(tokens)}")
         reply.replayed = int(after - before)
-        self.seen.append(message.rendered() + reply.text)
+        self.seen.append(tokens + words_of(reply.text))
         return reply
 
 
+def words_of(text: str) -> list[str]:
+    return re.findall(r"</s>|\w+|[^\w\s]", text)
+
+
 def render(messages: Sequence[dict[str, str]]) -> str:
-    """The chat template of the tiny model, for the messages used here."""
-    return "".join(f"<|{m['role']}|>{m['content']}\n" for m in messages) + "<|assistant|>"
+    """The model's chat template, without the <s> at its beginning."""
+    ends = {"assistant": " </s>"}
+    return " ".join(m["content"] + ends.get(m["role"], "") for m in messages)
 
 
-def stream(client: object, message: Message, letters: Sequence[int]) -> Reply:
+def stream(client: object, message: Message) -> Reply:
     options = {
         "model": "tiny",
         "max_tokens": NEW_TOKENS,
         "temperature": 0,
-        "logit_bias": {str(token): 100 for token in letters},
         "stream": True,
         "stream_options": {"include_usage": True},
-        "extra_body": {"ignore_eos": True},
     }
     begin, first, parts, usage = time.perf_counter(), None, [], None
     if isinstance(message.prompt, str):
@@ -106,8 +114,9 @@ def stream(client: object, message: Message, letters: Sequence[int]) -> Reply:
         first = first or (time.perf_counter() if text else None)
         parts.append(text)
         usage = chunk.usage or usage
+    end = first or time.perf_counter()
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
-    return Reply("".join(parts), usage.prompt_tokens, cached or 0, (first - begin) * 1e3)
+    return Reply("".join(parts).strip(), usage.prompt_tokens, cached or 0, (end - begin) * 1e3)
 
 
 def _text(choice: object) -> str:
@@ -117,40 +126,69 @@ def _text(choice: object) -> str:
 # ------------------------------------------------------------------------------------------------------- requests
 
 
-def handbook(seed: int, characters: int) -> str:
-    """Text without long repetitions; another seed gives another text from the first character on."""
-    draw = random.Random(seed)
-    verbs, nouns = ("checks", "opens", "moves", "counts", "labels"), ("crate", "valve", "ledger", "pump", "door")
-    lines = [f"{seed}. Handbook."]
-    while sum(map(len, lines)) < characters:
-        lines.append(f"Step {draw.randrange(1000)}: {draw.choice(nouns)} {draw.choice(verbs)} {draw.choice(nouns)}.")
-    return " ".join(lines)[:characters]
+class Text:
+    """Sentences with facts among them; another seed gives another text from the first words on."""
+
+    def __init__(self, seed: int, words: int):
+        self._draw = np.random.default_rng(seed)
+        facts = tasks.make_facts(self._draw, "kv", words // 2)
+        self.words = vocabulary.text(tasks.make_text(self._draw, facts, words + 1)[1:]).split()
+
+    def cut(self, words: int) -> str:
+        return " ".join(self.words[:words])
+
+    def pause(self) -> str:
+        """A sentence to separate a subject from the question about it."""
+        return vocabulary.text(tasks.filler(self._draw, 1)[0])
+
+
+def facts_in(text: str) -> dict[str, str]:
+    """Name -> code, of names that occur in one fact only."""
+    found = re.findall(r"the code of (\w+) is (\w+ \w+) \.", text)
+    names = [name for name, _ in found]
+    return {name: code for name, code in found if names.count(name) == 1}
 
 
 def requests(conversation: Conversation, seed: int) -> Iterator[Message]:
     """A generator, because a chat goes on from the answers that the server gave."""
-    book = handbook(seed, 2400)
-    yield Message("long prompt, first time", book + " Question: which valve?")
-    yield Message("same handbook, other question", book + " Question: who counts?")
-    yield Message("differs after 10%", book[:240] + " [edited] " + handbook(seed + 1, 400))
-    yield Message("differs after half", book[:1200] + " [edited] " + handbook(seed + 2, 400))
-    yield Message("differs after 90%", book[:2160] + " [edited] " + handbook(seed + 3, 400))
-    chat = [{"role": "system", "content": handbook(seed + 4, 1500)}, {"role": "user", "content": "Which crate?"}]
-    yield Message("chat, first turn", list(chat))
-    answer = conversation.seen[-1].removeprefix(render(chat))
-    follow_up = [{"role": "assistant", "content": answer}, {"role": "user", "content": "And then?"}]
-    yield Message("chat, second turn", chat + follow_up)
-    yield Message("cut inside the first answer", render(chat) + answer[: NEW_TOKENS // 2] + "! No: " + book[:100])
+    text = Text(seed, 1000)
+    whole = text.cut(1000)
+    codes = facts_in(whole)
+    a, b, c, d, *_ = codes
+    pauses = [text.pause() for _ in range(4)]
+    yield Message("long text, first time", f"{whole} consider {a} . {pauses[0]} {QUESTION}", codes[a])
+    yield Message("same text, other question", f"{whole} consider {b} . {pauses[1]} {QUESTION}", codes[b])
+    longer = f"{whole} consider {b} . {pauses[1]} {pauses[2]} {QUESTION}"
+    yield Message("a sentence more before it", longer, codes[b])
+    for number, (name, share) in enumerate({"10%": 100, "half": 500, "90%": 900}.items(), start=1):
+        other = Text(seed + number, 200)
+        mixed = f"{text.cut(share)} . {other.cut(200)}"
+        known = facts_in(mixed)
+        subject = next(iter(known))  # the oldest fact: in the shared part, if there is one
+        prompt = f"{mixed} consider {subject} . {pauses[3]} {QUESTION}"
+        yield Message(f"differs after {name}", prompt, known[subject])
+    system = Text(seed + 4, 600)
+    codes = facts_in(system.cut(600))
+    a, b, c, *_ = codes
+    chat = [{"role": "system", "content": system.cut(600)}, {"role": "user", "content": f"consider {a} . {QUESTION}"}]
+    yield Message("chat, first turn", list(chat), codes[a])
+    answer = conversation.seen[-1][len(Message("", chat, "").tokens()) :]
+    follow_up = {"role": "user", "content": f"consider {b} . {QUESTION}"}
+    chat_on = [*chat, {"role": "assistant", "content": " ".join(answer)}, follow_up]
+    yield Message("chat, second turn", chat_on, codes[b])
+    inside = f"{render(chat)} {' '.join(answer[:1])} . consider {c} . {pauses[3]} {QUESTION}"
+    yield Message("cut inside the first answer", inside, codes[c])
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
     shared: int
+    expected: str
     reply: Reply
 
 
-def converse(server: serving.Server, letters: Sequence[int]) -> list[Row]:
+def converse(server: serving.Server) -> list[Row]:
     """The measured requests, after a round with other texts that warms every code path up."""
     import openai
 
@@ -159,10 +197,10 @@ def converse(server: serving.Server, letters: Sequence[int]) -> list[Row]:
     for seed in (500, 100):
         rows.clear()
         server.flush()
-        conversation = Conversation(client, server, letters)
+        conversation = Conversation(client, server)
         for message in requests(conversation, seed):
             shared = conversation.shared(message)
-            rows.append(Row(message.name, shared, conversation.send(message)))
+            rows.append(Row(message.name, shared, message.expected, conversation.send(message)))
         print(f"  {'warm-up' if seed == 500 else 'measured'}: {len(rows)} requests", flush=True)
     return rows
 
@@ -171,13 +209,14 @@ def converse(server: serving.Server, letters: Sequence[int]) -> list[Row]:
 
 
 LEGEND = """
-shared      tokens of the prompt that an earlier prompt or answer began with
+shared      tokens of the prompt that an earlier prompt or answer began with, the end of the answer not counted
 stock, ours cached tokens that each server reports; ours: --tail-replay-mode {mode} --tail-replay-ratio {ratio}
 replayed    tokens at the end of the cached ones for which the recurrent states were rebuilt
 TTFT        time to the first token in ms
 
-{same} of {total} greedy answers are equal. The model is tiny, random and made to forget quickly: this shows what is
-reused, not how good a short tail is for a trained model, and not what a GPU gains."""
+Right answers: stock {stock} of {total}, ours {ours} of {total}. The model was trained for this project, and its heads
+forget quickly: this shows what is reused and what answers are like, not how good a short tail is for another model, and
+not what a GPU gains. With --mode zero the states are not rebuilt."""
 
 
 @contextmanager
@@ -199,19 +238,6 @@ def step(text: str) -> Iterator[None]:
         ticker.join()
 
 
-def make_model(path: Path) -> None:
-    """In a process of its own: importing torch and transformers here would leave less memory to the servers."""
-    command = [sys.executable, "-m", "sglang_tailreplay.tiny_model", path, "--decay", "fast"]
-    done = subprocess.run(list(map(str, command)), cwd=path.parent, text=True, capture_output=True)
-    if done.returncode:
-        raise RuntimeError(f"writing the model failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-
-
-def letter_tokens(model: Path) -> list[int]:
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    return [vocabulary["Ġ" if letter == " " else letter] for letter in LETTERS]  # byte-level BPE writes a space as Ġ
-
-
 def run_server(name: str, model: Path, flags: Sequence[str], gpu: bool) -> list[Row]:
     log = BUILD / f"{name.replace(' ', '-')}.log"
     shared_flags, env = (FLAGS, {}) if gpu else ((*FLAGS, *serving.FLOAT32), serving.FLOAT32_ENV)
@@ -220,7 +246,7 @@ def run_server(name: str, model: Path, flags: Sequence[str], gpu: bool) -> list[
         with step(f"starting {name}"):
             serving.wait_ready(server, 600)
         with step(f"sending requests to {name}"):
-            return converse(server, letter_tokens(model))
+            return converse(server)
     except Exception as error:
         error.add_note(server.log_tail())
         raise
@@ -237,15 +263,17 @@ def has_gpu() -> bool:
 
 def report(stock: Sequence[Row], ours: Sequence[Row], options: argparse.Namespace) -> list[str]:
     """Prints the table and returns what went wrong."""
-    header = ("request", "prompt", "shared", "stock", "ours", "replayed", "TTFT stock", "TTFT ours", "same answer")
+    header = ("request", "prompt", "shared", "stock", "ours", "replayed", "TTFT stock", "TTFT ours")
+    pairs = list(zip(stock, ours, strict=True))
     rows = [
         (a.name, a.reply.prompt_tokens, b.shared, a.reply.cached, b.reply.cached, b.reply.replayed)
-        + (round(a.reply.ttft_ms), round(b.reply.ttft_ms), "yes" if a.reply.text == b.reply.text else "no")
-        for a, b in zip(stock, ours, strict=True)
+        + (round(a.reply.ttft_ms), round(b.reply.ttft_ms))
+        for a, b in pairs
     ]
-    same = sum(row[-1] == "yes" for row in rows)
-    legend = LEGEND.format(mode=options.mode, ratio=options.ratio, same=same, total=len(rows))
-    print(f"\n{table(header, rows)}\n{legend}")
+    answers = [(a.name, a.expected, a.reply.text, b.reply.text) for a, b in pairs]
+    right = [sum(row.reply.text == row.expected for row in side) for side in (stock, ours)]
+    legend = LEGEND.format(mode=options.mode, ratio=options.ratio, stock=right[0], ours=right[1], total=len(rows))
+    print(f"\n{table(header, rows)}\n\n{table(('request', 'right answer', 'stock', 'ours'), answers)}\n{legend}")
     return [f"{b.name}: cached {b.reply.cached} of {b.shared} shared tokens" for b in ours if b.reply.cached < b.shared]
 
 
@@ -261,14 +289,12 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))  # so that the servers are stopped
     BUILD.mkdir(parents=True, exist_ok=True)
-    model, gpu = BUILD / "model", has_gpu()
+    gpu = has_gpu()
     try:
-        with step("writing a tiny model"):
-            make_model(model)
         off = ("--tail-replay-mode", "off", *(() if gpu else STOCK_CPU_FLAGS))
-        stock = run_server("stock SGLang", model, off, gpu)
+        stock = run_server("stock SGLang", MODEL, off, gpu)
         on = ("--tail-replay-mode", options.mode, "--tail-replay-ratio", str(options.ratio))
-        ours = run_server("tail replay", model, on, gpu)
+        ours = run_server("tail replay", MODEL, on, gpu)
     except Exception as error:
         lines = [f"demo failed: {error!r}", *getattr(error, "__notes__", []), f"logs: {BUILD}"]
         print("\n".join(lines), file=sys.stderr)

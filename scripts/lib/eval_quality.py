@@ -27,7 +27,7 @@ from typing import Any
 
 from arguments import model_config, names, numbers, settings
 from origin import origin
-from quality import id_tasks, longbench, plan, plot, ruler, summary
+from quality import facts, id_tasks, longbench, plan, plot, ruler, summary
 from quality.answers import AnswerFile, AnswersDiffer
 from quality.ask import Asker
 from quality.codec import Codec, has_tokenizer
@@ -50,9 +50,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
-    tasks = sorted({*ruler.TASKS, *id_tasks.TASKS, *longbench.TASKS})
+    tasks = sorted({*ruler.TASKS, *id_tasks.TASKS, *longbench.TASKS, *facts.TASKS})
     parser.add_argument("--model-path", required=True, help="for the server, and for its tokenizer")
-    parser.add_argument("--benchmarks", type=names(BENCHMARKS), default=("ruler",), help="of ruler,longbench")
+    parser.add_argument("--benchmarks", type=names(BENCHMARKS), default=("ruler",), help=f"of {','.join(BENCHMARKS)}")
     parser.add_argument("--tasks", type=names(tuple(tasks)), help=f"all, or some of {','.join(tasks)}")
     parser.add_argument("--modes", type=names(MODES), default=MODES, help=f"of {','.join(MODES)}")
     parser.add_argument("--ratios", type=numbers(float), default=(0.05, 0.1), help="of the replay mode; 0.05,0.1")

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from quality import answers, id_tasks, longbench, ruler, words
+from quality import answers, facts, id_tasks, longbench, ruler, words
 from quality.answers import FULL, ZERO, Key
 from quality.codec import Codec
 from quality.prompt import Prompt
 
-BENCHMARKS = ("ruler", "longbench")
+BENCHMARKS = ("ruler", "longbench", "facts")
 MODES = ("full", "zero", "replay")
 SERVERS = ("replay", "zero")  # by the mode they run in
 
@@ -58,9 +58,13 @@ def longbench_tasks(choice: Choice) -> list[str]:
     return [name for name in longbench.TASKS if choice.tasks is None or name in choice.tasks]
 
 
+def facts_tasks(choice: Choice) -> list[str]:
+    return [name for name in facts.TASKS if choice.tasks is None or name in choice.tasks]
+
+
 def check(choice: Choice, codec: Codec | None) -> None:
     """SystemExit for what cannot be run, before anything takes time."""
-    known = {*(ruler.TASKS if codec else id_tasks.TASKS), *longbench.TASKS}
+    known = {*(ruler.TASKS if codec else id_tasks.TASKS), *longbench.TASKS, *facts.TASKS}
     if unknown := [task for task in choice.tasks or () if task not in known]:
         raise SystemExit(f"--tasks: {', '.join(unknown)} not in {', '.join(sorted(known))}")
     if "longbench" in choice.benchmarks:
@@ -68,13 +72,19 @@ def check(choice: Choice, codec: Codec | None) -> None:
             raise SystemExit("longbench is text, and this model has no tokenizer: --benchmarks ruler")
         if tasks := longbench_tasks(choice):
             longbench.check_files(choice.longbench_dir, tasks)
+    if "facts" in choice.benchmarks:
+        facts.check(codec, choice.lengths)
 
 
 def prompts(choice: Choice, codec: Codec | None, vocab_size: int) -> Iterator[Prompt]:
     """The i-th prompt of every cell before any (i+1)-th, so that a run that is cut short has them all."""
     makers = []
-    for benchmark in choice.benchmarks:
-        makers += _ruler(choice, codec, vocab_size) if benchmark == "ruler" else _longbench(choice, codec)
+    if "ruler" in choice.benchmarks:
+        makers += _ruler(choice, codec, vocab_size)
+    if "longbench" in choice.benchmarks:
+        makers += _longbench(choice, codec)
+    if "facts" in choice.benchmarks:
+        makers += _facts(choice)
     for index in range(choice.count):
         for make, available in makers:
             if index < available:
@@ -103,6 +113,13 @@ def _longbench(choice: Choice, codec: Codec) -> list:
 
     records = {task: longbench.read(choice.longbench_dir, task, choice.count) for task in longbench_tasks(choice)}
     return [(maker(t, n, found), len(found)) for n in choice.lengths for t, found in records.items()]
+
+
+def _facts(choice: Choice) -> list:
+    def maker(task: str, length: int):
+        return lambda index: facts.prompt(task, length, index, choice.seed)
+
+    return [(maker(task, length), choice.count) for length in choice.lengths for task in facts_tasks(choice)]
 
 
 def jobs(choice: Choice, asked: Sequence[Prompt], server: str) -> list[Job]:

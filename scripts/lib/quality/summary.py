@@ -12,7 +12,7 @@ from quality import intervals
 from quality.answers import FULL, ZERO, Answer, ratio_of
 from quality.intervals import Estimate
 
-BENCHMARKS = {"longbench": ("LongBench", "LB"), "ruler": ("RULER", "R")}
+BENCHMARKS = {"longbench": ("LongBench", "LB"), "ruler": ("RULER", "R"), "facts": ("Facts", "F")}
 CUT_NAMES = {
     "question": "cut at the question: the context is cached, the question is new",
     "random": "cut at a random token of the context",
