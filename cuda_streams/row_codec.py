@@ -15,6 +15,7 @@ from sglang_tailreplay.cuda_streams.row_format import TRAILER, row_bytes
 MOVED_AS = torch.int16  # what copies see; no arithmetic is done in it
 _FORMATS = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 _SMALLEST = 1e-30  # of a scale: a row of zeros has none
+_TOGETHER = 2048  # rows that are packed at a time: what lies between is in float32, and the GPU is full of KV
 
 
 class RowCodec(NamedTuple):
@@ -30,16 +31,21 @@ class RowCodec(NamedTuple):
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """A row that is not finite comes back as NaN, all of it."""
+        packed = torch.empty(*rows.shape[:-1], self.hidden + TRAILER, dtype=torch.uint8, device=rows.device)
+        flat, out = rows.reshape(-1, self.hidden), packed.view(-1, self.hidden + TRAILER)
+        for begin in range(0, len(flat), _TOGETHER):
+            part = slice(begin, begin + _TOGETHER)
+            self._pack(flat[part], out[part])
+        return packed.view(MOVED_AS)
+
+    def _pack(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
         format, largest = _FORMATS[self.kind]
-        wide = rows.float()
-        scale = wide.abs().amax(-1, keepdim=True).div_(largest).clamp_min_(_SMALLEST)
-        scaled = wide / scale
+        scale = rows.abs().amax(-1, keepdim=True).float().div_(largest).clamp_min_(_SMALLEST)
+        scaled = rows / scale  # float32
         if self.kind == "int8":
             scaled.round_()
-        packed = torch.empty(*rows.shape[:-1], self.hidden + TRAILER, dtype=torch.uint8, device=rows.device)
-        packed[..., : self.hidden] = scaled.clamp_(-largest, largest).to(format).view(torch.uint8)
-        packed.view(torch.float32)[..., self.hidden // 4] = scale[..., 0]
-        return packed.view(MOVED_AS)
+        packed[:, : self.hidden] = scaled.clamp_(-largest, largest).to(format).view(torch.uint8)
+        packed.view(torch.float32)[:, self.hidden // 4] = scale[:, 0]
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         """out [..., d] of `dtype`."""

@@ -66,8 +66,8 @@ def _check_quantised(error: float, row_dtype: str) -> None:
     if not error <= QUANTISED_BOUND:
         raise TailReplayError(
             f"tail_replay: self-check failed: a state replayed from {row_dtype} rows is off by {error:.2e} of its "
-            f"size, more than {QUANTISED_BOUND:g}. Outlier channels may leave nothing of the others; use "
-            "--tail-replay-row-dtype auto. If that fails too, report it."
+            f"size, more than {QUANTISED_BOUND:g}. Outlier channels leave little of the others in int8 rows; use "
+            "--tail-replay-row-dtype fp8 or auto, and report it if auto fails, too."
         )
 
 

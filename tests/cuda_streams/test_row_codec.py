@@ -29,7 +29,7 @@ def relative(found, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, H), (7, 2560), (3, 5, 96), (0, H)])
+@pytest.mark.parametrize("shape", [(1, H), (7, 2560), (3, 5, 96), (2, 1500, H), (0, H)])
 @pytest.mark.parametrize("kind, step", [("int8", 1 / 254), ("fp8", 1 / 16)])
 def test_a_number_is_off_by_half_a_step_at_most(kind, step, shape, dtype):
     """int8: of the row's largest number; fp8: of itself, or of what is too small for the format."""
