@@ -23,7 +23,7 @@ from typing import Any
 
 from sglang_tailreplay import calibration
 from sglang_tailreplay.calibrate import judge, plan, prompts, report
-from sglang_tailreplay.calibrate.run import Found, Task, run
+from sglang_tailreplay.calibrate.runner import Found, Task, run
 from sglang_tailreplay.config import CONV_WIDTH, TailReplayConfig, add_flags
 from sglang_tailreplay.errors import TailReplayError
 

@@ -115,14 +115,18 @@ def recommend(
             f"even a replay of all {noisy} rows is not sure to meet it ({_told(limit)}): that is rounding on this "
             "machine, or too few prompts; raise --count, or ask for less with --agreement and --max-kl",
         )
-    measured = [one for one in settings if all(_usable(scores.get(cell)) for cell in _cells(one, lengths))]
+    measured = [one for one in settings if all(_usable(scores.get(cell), one) for cell in _cells(one, lengths))]
     good = [one for one in measured if all(_good(scores[cell], wanted) for cell in _cells(one, lengths))]
     if good:
         best = min(good, key=lambda one: (_cost(one, lengths, scores), one.anchor_interval > 0, one))
         worst = min((scores[cell] for cell in _cells(best, lengths)), key=lambda found: found.low)
         return Verdict(best, f"met at every length; where it is worst: {_told(worst)}")
     if not measured:
-        return Verdict(None, "no setting was measured at every length: see the errors, or give other --lengths")
+        return Verdict(
+            None,
+            "no setting was measured at every length: see the errors, give other --lengths, or --max-tokens that are "
+            "sizes of the replay's graphs, such as 512 or 2048",
+        )
     near = max(measured, key=lambda one: min(scores[cell].low for cell in _cells(one, lengths)))
     cell = min(_cells(near, lengths), key=lambda found: scores[found].low)
     return Verdict(
@@ -142,8 +146,12 @@ def _cells(setting: Setting, lengths: Sequence[int]) -> list[Cell]:
     return [Cell(setting.anchor_interval, length, setting.tail(length)) for length in lengths]
 
 
-def _usable(found: Score | None) -> bool:
-    return found is not None and found.prompts >= LEAST_PROMPTS
+def _usable(found: Score | None, setting: Setting) -> bool:
+    """Whether a cell says what the setting does: replays round up to a graph's size, but never beyond a maximum, which
+    the measured server has none of."""
+    if found is None or found.prompts < LEAST_PROMPTS:
+        return False
+    return setting.max_tokens is None or found.exact == 1 or found.replayed <= setting.max_tokens
 
 
 def _good(found: Score, wanted: Wanted) -> bool:

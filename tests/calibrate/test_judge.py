@@ -112,6 +112,17 @@ def test_divergence_of_a_part_is_a_lower_bound_that_sees_where_the_rest_went():
     assert divergence(logs(0.999), logs(1e-9, 1.0 - 1e-9)) > 15
 
 
+def test_a_replay_that_went_past_a_maximum_does_not_speak_for_it():
+    """Replays round up to the size of a graph; a server with a maximum rounds no further than that."""
+    settings = grid((1.0,), (64,), (500, 512), (0,))
+    found = {c: score(samples(1.0 if c.tail == c.length else 0.95, 512 if c.tail in (500, 512) else c.tail))
+             for c in cells(settings, LENGTHS)[0]}  # fmt: skip
+    verdict = recommend(settings, LENGTHS, found, WANTED)
+    assert verdict.setting == Setting(1.0, 64, 512, 0)
+    alone = recommend(settings[:1], LENGTHS, found, WANTED)
+    assert alone.setting is None and "--max-tokens" in alone.reason
+
+
 def test_no_samples_have_no_score():
     with pytest.raises(ValueError):
         score([])

@@ -17,7 +17,7 @@ SERVER = (
 )
 
 
-@pytest.mark.parametrize("row_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("row_dtype", [pytest.param("auto", marks=pytest.mark.slow), "fp8"])
 def test_what_was_measured_is_what_is_recommended_and_served(tiny_model, tmp_path, row_dtype):
     """Rows of a byte per number are not exact, but far nearer to it than a short tail."""
     out = tmp_path / "calibration.json"

@@ -6,10 +6,11 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_tailreplay.calibrate.judge import Sample
 from sglang_tailreplay.calibrate.measure import Client, NotServed
@@ -40,18 +41,33 @@ class Found:
     errors: list[str] = field(default_factory=list)
 
 
+class Asked(NamedTuple):
+    samples: list[tuple[Cell, Sample]]
+    error: str | None  # what went wrong
+
+
 def run(task: Task) -> Found:
-    """Everything that could be measured. TailReplayError where a server does not start or only fails."""
+    """Everything that could be measured. TailReplayError where nothing could."""
     found = Found()
     for interval, cells in task.cells.items():
-        print(
-            f"starting a server with anchors every {interval} tokens" if interval else "starting a server", flush=True
-        )
-        log = task.log_folder / f"calibrate-anchors-{interval}.log"
-        config = settings_for(task.config, interval)
-        with server(task.model_path, config, task.flags, log, task.ready_seconds) as url:
-            _measure(task, Client(url), cells, found)
+        try:
+            _on_server(task, interval, cells, found)
+        except TailReplayError as error:
+            # What other servers say may have taken hours of a GPU; what is missing now is not recommended.
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            found.errors.append(f"anchors every {interval}: {error}")
+    if not found.samples:
+        raise TailReplayError(f"nothing was measured: {found.errors[-1]}")
     return found
+
+
+def _on_server(task: Task, interval: int, cells: Sequence[Cell], found: Found) -> None:
+    anchors = f" with anchors every {interval} tokens" if interval else ""
+    print(f"starting a server{anchors}", flush=True)
+    log = task.log_folder / f"calibrate-anchors-{interval}.log"
+    config = settings_for(task.config, interval)
+    with server(task.model_path, config, task.flags, log, task.ready_seconds) as url:
+        _measure(task, Client(url), cells, found)
 
 
 def _measure(task: Task, client: Client, cells: Sequence[Cell], found: Found) -> None:
@@ -60,40 +76,42 @@ def _measure(task: Task, client: Client, cells: Sequence[Cell], found: Found) ->
     for cell in cells:
         by_length[cell.length].append(cell)
     jobs = [(length, ids) for length in by_length for ids in task.prompts[length]]
-    begin, in_a_row = time.monotonic(), 0
-    with ThreadPoolExecutor(task.concurrency) as pool:
+    pool = ThreadPoolExecutor(task.concurrency)
+    try:
         asked = pool.map(lambda job: _ask(client, job[1], by_length[job[0]], task.vocab_size), jobs)
-        try:
-            for number, (samples, error) in enumerate(asked, 1):
-                for cell, sample in samples:
-                    found.samples[cell].append(sample)
-                in_a_row = in_a_row + 1 if error else 0
-                if error:
-                    found.errors.append(error)
-                if in_a_row == PATIENCE:
-                    raise TailReplayError(f"{PATIENCE} prompts failed in a row, the last one: {error}")
-                _progress(number, len(jobs), time.monotonic() - begin)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        _collect(asked, len(jobs), found)
+    finally:
+        # Not waited for: where this ends early, the server ends next, and its answers with it.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ask(
-    client: Client, ids: list[int], cells: Sequence[Cell], vocab_size: int
-) -> tuple[list[tuple[Cell, Sample]], str | None]:
-    """Samples of one prompt, and what went wrong: a prompt counts in the cells that were served as they should be."""
+def _collect(asked: Iterable[Asked], total: int, found: Found) -> None:
+    begin, in_a_row = time.monotonic(), 0
+    for number, (samples, error) in enumerate(asked, 1):
+        for cell, sample in samples:
+            found.samples[cell].append(sample)
+        in_a_row = in_a_row + 1 if error else 0
+        if error:
+            found.errors.append(error)
+        if in_a_row == PATIENCE:
+            raise TailReplayError(f"{PATIENCE} prompts failed in a row, the last one: {error}")
+        _progress(number, total, time.monotonic() - begin)
+
+
+def _ask(client: Client, ids: list[int], cells: Sequence[Cell], vocab_size: int) -> Asked:
+    """One prompt. It counts in the cells that were served as they should be."""
     space, samples = uuid.uuid4().hex, []
     try:
         cold = client.cold(ids, cells[0].length, space, vocab_size)
     except NotServed as error:
-        return [], f"cold, {cells[0].length} tokens: {error}"
+        return Asked([], f"cold, {cells[0].length} tokens: {error}")
     problem = None
     for cell in cells:
         try:
             samples.append((cell, client.hit(cold, cell, space)))
         except NotServed as error:
             problem = f"{cell}: {error}"
-    return samples, problem
+    return Asked(samples, problem)
 
 
 def _check_room(client: Client, longest: int) -> None:
