@@ -30,6 +30,7 @@ ELSEWHERE = {
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
     "sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
     "sglang-tailreplay serve": "tests/calibrate/test_file.py",
+    ".venv/bin/sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
     ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
 }
 

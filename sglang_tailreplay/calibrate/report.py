@@ -56,10 +56,12 @@ def draw(scores: Mapping[Cell, Score], model: str, wanted: float, out: Path) -> 
             _lines(axes[:, column], length, {c: s for c, s in scores.items() if c[:2] == (interval, length)})
         axes[0, column].axhline(wanted, color="k", ls=":", lw=1)
         axes[0, column].set(title=f"anchors every {interval}" if interval else "no anchors", ylim=(-0.02, 1.02))
-        axes[1, column].set(xlabel="tail, % of the matched prefix", yscale="symlog")
+        axes[1, column].set(xlabel="tail, % of the matched prefix")
         axes[1, column].set_yscale("symlog", linthresh=1e-4)
         for one in axes[:, column]:
             one.grid(True, alpha=0.25)
+            one.set_xscale("log")  # what is of interest lies at a few per cent
+            one.xaxis.set_major_formatter("{x:g}")
     axes[0, 0].set_ylabel("next tokens that agree with cold prefill")
     axes[1, 0].set_ylabel("KL(cold || hit), nats")
     axes[0, 0].legend(fontsize=7)

@@ -6,6 +6,7 @@ import pytest
 
 from sglang_tailreplay.calibrate.prompts import cut, generated, read
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.tiny_model import write_tiny_model
 
 
 def test_generated_prompts_ask_for_passages_all_over_the_prefix():
@@ -29,6 +30,14 @@ def test_ids_need_no_tokenizer_and_texts_do(tmp_path):
     file.write_text('{"prompt": "a text"}\n')
     with pytest.raises(TailReplayError, match="brings no tokenizer"):
         read(file, str(tmp_path))
+
+
+def test_texts_are_read_by_the_models_own_tokenizer(tmp_path):
+    write_tiny_model(tmp_path / "model", num_hidden_layers=4)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "abc"}\n{"text": "ab"}\n{"input_ids": [9]}\n')
+    abc, ab, given = read(file, str(tmp_path / "model"))
+    assert len(abc) == 3 and ab == abc[:2] and given == [9]
 
 
 @pytest.mark.parametrize("line", ["no json", "[1]", "{}", '{"input_ids": []}', '{"input_ids": [-1]}', '{"prompt": 3}'])
