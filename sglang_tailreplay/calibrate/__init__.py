@@ -141,8 +141,11 @@ def _prompts(options: argparse.Namespace, vocab_size: int) -> dict[int, list[lis
 
 
 def _vocab_size(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text())
-    return config.get("text_config", config)["vocab_size"]
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TailReplayError(f"--model-path {folder}: config.json tells no vocab_size ({error!r})") from None
 
 
 def _document(

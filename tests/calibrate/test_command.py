@@ -39,6 +39,8 @@ def test_what_is_not_measured_goes_to_the_servers():
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert calibrate.main(["--model-path", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
     assert calibrate.main(["--model-path", str(tmp_path / "none")]) == 2
     assert "--model-path" in capsys.readouterr().err
 
