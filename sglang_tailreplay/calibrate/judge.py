@@ -118,9 +118,10 @@ def recommend(
     measured = [one for one in settings if all(_usable(scores.get(cell), one) for cell in _cells(one, lengths))]
     good = [one for one in measured if all(_good(scores[cell], wanted) for cell in _cells(one, lengths))]
     if good:
-        best = min(good, key=lambda one: (_cost(one, lengths, scores), one.anchor_interval > 0, one))
+        best = min(good, key=lambda one: (_cost(one, lengths, scores), _preference(one)))
         worst = min((scores[cell] for cell in _cells(best, lengths)), key=lambda found: found.low)
-        return Verdict(best, f"met at every length; where it is worst: {_told(worst)}")
+        where = ", ".join(map(str, sorted(lengths)))
+        return Verdict(best, f"met at {where} matched tokens, and not measured beyond; at its worst: {_told(worst)}")
     if not measured:
         return Verdict(
             None,
@@ -161,6 +162,13 @@ def _good(found: Score, wanted: Wanted) -> bool:
 def _cost(setting: Setting, lengths: Sequence[int], scores: Mapping[Cell, Score]) -> float:
     """Replayed share of the prefix, mean over lengths."""
     return sum(scores[cell].replayed / cell.length for cell in _cells(setting, lengths)) / len(lengths)
+
+
+def _preference(setting: Setting) -> tuple:
+    """Among settings that replay as much: no anchors, which take host memory, and no maximum, which would cut tails of
+    prefixes longer than any that was measured."""
+    most = setting.max_tokens or 0
+    return setting.anchor_interval > 0, setting.anchor_interval, most > 0, -most, setting.ratio, setting.min_tokens
 
 
 def _told(found: Score) -> str:

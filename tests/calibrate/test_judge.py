@@ -123,6 +123,14 @@ def test_a_replay_that_went_past_a_maximum_does_not_speak_for_it():
     assert alone.setting is None and "--max-tokens" in alone.reason
 
 
+def test_of_equal_settings_the_one_without_a_maximum_is_taken():
+    settings = grid((0.05,), (64, 128), (2048, None, 4096), (0,))
+    found = {c: score(samples(1.0, c.tail)) for c in cells(settings, LENGTHS)[0]}
+    assert recommend(settings, LENGTHS, found, WANTED).setting == Setting(0.05, 64, None, 0)
+    bounded = tuple(one for one in settings if one.max_tokens)
+    assert recommend(bounded, LENGTHS, found, WANTED).setting == Setting(0.05, 64, 4096, 0)
+
+
 def test_no_samples_have_no_score():
     with pytest.raises(ValueError):
         score([])
