@@ -64,7 +64,7 @@ class Client:
             raise NotServed(f"{generation} approximate replays lie behind the answer, not one")
         tops, named = _distributions(meta, "top_logprobs"), _distributions(meta, "token_ids_logprobs")
         return Sample(
-            agreed=tuple(best(c) == best(h) for c, h in zip(cold.next_tokens, tops, strict=True)),
+            agreed=tuple(agree(c, h, max(t.values())) for c, h, t in zip(cold.next_tokens, named, tops, strict=True)),
             kl=tuple(divergence(c, h) for c, h in zip(cold.next_tokens, named, strict=True)),
             replayed=replayed,
             exact=generation == 0,
@@ -93,8 +93,13 @@ class Client:
             raise NotServed(f"{request.full_url}: {error}") from error
 
 
-def best(distribution: Distribution) -> int:
-    return max(distribution, key=distribution.__getitem__)
+def agree(cold: Distribution, hit: Distribution, best: float) -> bool:
+    """Whether a token that cold finds most likely is one that the hit finds most likely: `best` is its log-probability.
+
+    Logits in bfloat16 tie often, and which of two tied tokens comes first is no difference between cold and hit.
+    """
+    likeliest = max(cold.values())
+    return any(hit[token] >= best for token, logprob in cold.items() if logprob == likeliest)
 
 
 def _distributions(meta: dict[str, Any], kind: str) -> list[Distribution]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_tailreplay import calibrate
-from sglang_tailreplay.calibrate.measure import Client, Cold, NotServed
+from sglang_tailreplay.calibrate.measure import Client, Cold, NotServed, agree
 from sglang_tailreplay.calibrate.plan import Cell
 from sglang_tailreplay.calibrate.serving import settings_for
 from sglang_tailreplay.config import CONV_WIDTH
@@ -58,9 +58,9 @@ def test_a_file_without_long_prompts_recommends_nothing_and_starts_nothing(tmp_p
 COLD = Cold([1, 2, 3, 4, 5, 6], 4, [{7: -0.1, 8: -3.0}, {7: -0.1, 8: -3.0}])
 
 
-def reply(replayed=2, generation=1, cached=4, argmax=7):
-    top = [None, [[-0.2, argmax, None]]]
-    named = [None, [[-0.2, 7, None], [-2.0, 8, None]]]
+def reply(replayed=2, generation=1, cached=4, of_7=-0.2, best=-0.2):
+    top = [None, [[best, 9, None]]]  # of tied tokens SGLang gives any
+    named = [None, [[of_7, 7, None], [-2.0, 8, None]]]
     return {
         "cached_tokens": cached,
         "cached_tokens_details": {"tail_replay_replayed": replayed, "tail_replay_generation": generation},
@@ -78,7 +78,13 @@ def test_a_hit_is_compared_at_every_token_behind_the_boundary(monkeypatch):
     found = hit(monkeypatch, reply())
     assert found.agreed == (True, True) and found.replayed == 2 and not found.exact
     assert found.kl[0] == found.kl[1] > 0
-    assert hit(monkeypatch, reply(argmax=8)).agreed == (False, False)
+    assert hit(monkeypatch, reply(of_7=-0.3)).agreed == (False, False)
+
+
+def test_ties_are_no_difference():
+    tied = {7: -1.0, 8: -1.0, 9: -3.0}
+    assert agree(tied, {7: -2.0, 8: -0.5, 9: -9.0}, best=-0.5) and agree({8: -0.1}, {8: -0.7}, best=-0.7)
+    assert not agree(tied, {7: -2.0, 8: -0.6, 9: -0.5}, best=-0.5)
 
 
 @pytest.mark.parametrize(
