@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from sglang_tailreplay.cuda_streams.lanes import Event, Lanes, keep
+from sglang_tailreplay.cuda_streams.row_codec import RowCodec
 from sglang_tailreplay.cuda_streams.rows import check_row_width, gather_rows, scatter_groups, scatter_rows
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
@@ -30,12 +31,19 @@ class RowMover:
     R, and an id below 0 is a token without a row.
     """
 
-    def __init__(self, rows: torch.Tensor, lanes: Lanes, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, rows: torch.Tensor, lanes: Lanes, device: torch.device | str = "cpu", codec: RowCodec | None = None
+    ) -> None:
         """`rows` [G, R, H] on the host: pinned where `device` is a GPU (see `pinned_empty`). The mover does not own it.
 
+        With a codec, `rows` are packed, [G, R, codec.width]; sources and fetched tensors are not, and what packs them
+        runs on the copy lane, beside the forward pass.
         Raises: ValueError for a row that is not a multiple of 16 bytes, or for unpinned rows with a GPU.
         """
         self.rows = rows
+        self.codec = codec
+        self.hidden = rows.shape[2] if codec is None else codec.hidden
+        self._dtype = rows.dtype if codec is None else codec.dtype
         self.lanes = lanes
         self.device = torch.device(device)
         check_row_width(rows.shape[2], rows.dtype)
@@ -58,6 +66,8 @@ class RowMover:
             copy.reads(source)
             copy.writes(self.rows)
             device_ids = self._on_device(ids)
+            if self.codec is not None:
+                source = self.codec.pack(source)
             if group is None:
                 scatter_groups(source, self.rows, device_ids)
             else:
@@ -84,7 +94,7 @@ class RowMover:
         Raises: ValueError for an id outside [0, R), or shapes that do not fit.
         """
         ids = self._checked(ids, lowest=0)
-        copy, (T, H) = self.lanes.copy, (len(ids), self.rows.shape[2])
+        copy, (T, H) = self.lanes.copy, (len(ids), self.hidden)
         if out is not None and out.shape != (len(groups), T, H):
             raise ValueError(f"out must be {(len(groups), T, H)}, got {tuple(out.shape)}")
         fetched: list[Fetched] = []
@@ -92,12 +102,20 @@ class RowMover:
             copy.reads(self.rows)
             device_ids = self._on_device(ids)
             for i, group in enumerate(groups):
-                tensor = out[i] if out is not None else self.rows.new_empty(T, H, device=self.device)
+                tensor = out[i] if out is not None else self.rows.new_empty(T, H, dtype=self._dtype, device=self.device)
                 copy.writes(tensor)
                 keep(tensor, self.lanes.replay)
-                gather_rows(self.rows, group, device_ids, tensor)
+                self._gather(group, device_ids, tensor)
                 fetched.append(Fetched(tensor, copy.record("rows fetched")))
         return fetched
+
+    def _gather(self, group: int, ids: torch.Tensor, out: torch.Tensor) -> None:
+        if self.codec is None:
+            gather_rows(self.rows, group, ids, out)
+            return
+        packed = self.rows.new_empty(len(ids), self.codec.width, device=self.device)  # the copy lane's own
+        gather_rows(self.rows, group, ids, packed)
+        self.codec.unpack(packed, out)
 
     def _checked(self, ids: Ids, lowest: int | None) -> torch.Tensor:
         """Ids as int64 [T]; on the host all below R and none below `lowest`."""

@@ -20,11 +20,11 @@ def move_rows_kernel(
     row_stride,
     H: tl.constexpr,
     BT: tl.constexpr,
-    BH: tl.constexpr,  # divides H
+    BH: tl.constexpr,  # a power of two; the last tile of a row may be cut
     TO_ROWS: tl.constexpr,
 ):
     """Copies tokens to rows or rows to tokens. Programs stride over tiles of [BT, BH] elements."""
-    tiles_h: tl.constexpr = H // BH
+    tiles_h: tl.constexpr = (H + BH - 1) // BH
     tiles_t = tl.cdiv(T, BT)
     for tile in range(tl.program_id(0), G * tiles_t * tiles_h, tl.num_programs(0)):
         i_h = tile % tiles_h
@@ -47,9 +47,12 @@ def move_rows(tokens, rows, ids, to_rows: bool) -> None:
     G, T, H = tokens.shape
     if T == 0 or G == 0:
         return
-    block_h = min(H & -H, 1024)  # the largest power of two that divides H
+    block_h = H & -H  # the largest power of two that divides H
+    if block_h < 64:  # scattered over the link in such pieces, rows would crawl; an odd end wastes lanes, no bytes
+        block_h = triton.next_power_of_2(H)
+    block_h = min(block_h, 1024)
     block_t = TILE // block_h
-    tiles = G * triton.cdiv(T, block_t) * (H // block_h)
+    tiles = G * triton.cdiv(T, block_t) * triton.cdiv(H, block_h)
     move_rows_kernel[(min(PROGRAMS, tiles),)](
         tokens, rows, ids, T, G, tokens.stride(0), rows.stride(0), H=H, BT=block_t, BH=block_h, TO_ROWS=to_rows,
         num_warps=4,

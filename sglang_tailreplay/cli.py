@@ -1,7 +1,8 @@
 """sglang-tailreplay COMMAND [arguments]
 
-  serve   start a server: SGLang's flags and --tail-replay-*        (python -m sglang_tailreplay.launch_server)
-  doctor  say before a start whether it will work, what memory goes where and what a hit should cost
+  serve      start a server: SGLang's flags and --tail-replay-*        (python -m sglang_tailreplay.launch_server)
+  doctor     say before a start whether it will work, what memory goes where and what a hit should cost
+  calibrate  measure on the model what hits lose, and find the settings that lose no more than you allow
 
 `sglang-tailreplay COMMAND --help` tells more.
 """
@@ -27,7 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sglang_tailreplay import doctor
 
         return doctor.main(arguments)
-    print(f"error: unknown command {command!r}; known are serve and doctor", file=sys.stderr)
+    if command == "calibrate":
+        from sglang_tailreplay import calibrate
+
+        return calibrate.main(arguments)
+    print(f"error: unknown command {command!r}; known are serve, doctor and calibrate", file=sys.stderr)
     return 2
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_tailreplay.cuda_streams.row_format import KINDS as ROW_DTYPES
 from sglang_tailreplay.errors import TailReplayError
 
 BACKEND = "tail_replay"
@@ -61,6 +62,7 @@ class TailReplayConfig:
     min_tokens: int = 64  # k_min: never replay less, unless the prefix is shorter
     max_tokens: int | None = None  # k_max: never replay more
     host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
+    row_dtype: str = "auto"  # of stored rows: auto is the model's; fp8 and int8 take half of bfloat16's memory
     anchor_interval: int = 0  # save a state on the host about every so many tokens, at ends of passes; 0: none
     anchor_gb: float | None = None  # size of the anchor store; None: one per interval, at most 1/8 of the free memory
     overlap: bool = True  # replay and copies on their own streams; off: one after the other (ablation)
@@ -73,6 +75,8 @@ class TailReplayConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise _refuse("mode", self.mode, f"must be one of {', '.join(MODES)}")
+        if self.row_dtype not in ROW_DTYPES:
+            raise _refuse("row_dtype", self.row_dtype, f"must be one of {', '.join(ROW_DTYPES)}")
         check_ratio(self.ratio)
         _check_count("min_tokens", self.min_tokens, CONV_WIDTH)
         if self.max_tokens is not None:
@@ -88,8 +92,11 @@ class TailReplayConfig:
                 raise _refuse(key, getattr(self, key), "must be true or false")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ, **flags: Any) -> TailReplayConfig:
-        """Parse the JSON object in SGLANG_TAILREPLAY; a flag beats its key, defaults where neither is given."""
+    def from_environment(
+        cls, environ: Mapping[str, str] = os.environ, calibrated: Mapping[str, Any] | None = None, **flags: Any
+    ) -> TailReplayConfig:
+        """Parse the JSON object in SGLANG_TAILREPLAY: a flag beats its key, which beats what a calibration recommends;
+        defaults where nothing is given."""
         text = environ.get(ENVIRONMENT, "").strip() or "{}"
         try:
             values = json.loads(text)
@@ -101,7 +108,7 @@ class TailReplayConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise TailReplayError(f"{ENVIRONMENT}: unknown key {unknown[0]!r}; known keys: {', '.join(known)}")
-        return cls(**{**values, **flags})
+        return cls(**{**(calibrated or {}), **values, **flags})
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -119,6 +126,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("min_tokens", type=int, help="replay at least this many tokens (default 64)")
     add("max_tokens", type=int, help="replay at most this many tokens (default: no limit)")
     add("host_gb", type=float, help="GiB of host memory for rows (default: fits all KV slots, at most half of free)")
+    add("row_dtype", choices=ROW_DTYPES, help="of stored rows: auto (default: the model's), fp8, int8 (half as large)")
     add("anchor_interval", type=int, help="save a state every so many tokens, at ends of passes (default 0: none)")
     add("anchor_gb", type=float, help="GiB of host memory for states (default: one per interval, at most 1/8 of free)")
     add("max_generation", type=int, help="reuse nothing with more approximate replays behind it (default: no limit)")

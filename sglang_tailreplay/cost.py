@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_tailreplay.cuda_streams.row_format import row_bytes
 from sglang_tailreplay.replay.groups import EMBEDDING, FULL_ATTENTION, Group, find_groups
 
 BYTES = 2  # bfloat16
@@ -102,15 +103,18 @@ class Shape:
 
     def row_numbers(self) -> int:
         """Of one token. Group 0 takes the token embedding and has no row."""
-        return sum(group.row != EMBEDDING for group in self.groups) * self.hidden
+        return self.row_groups() * self.hidden
+
+    def row_groups(self) -> int:
+        return sum(group.row != EMBEDDING for group in self.groups)
 
     def kv_numbers(self) -> int:
         """Of one token."""
         return self.attention_layers * 2 * self.kv_heads * self.head_dim
 
-    def row_bytes(self, tail: int) -> int:
+    def row_bytes(self, tail: int, row_dtype: str = "auto") -> int:
         """Rows of the tail, from the host."""
-        return tail * self.row_numbers() * BYTES
+        return tail * self.row_groups() * row_bytes(self.hidden, row_dtype, BYTES)
 
     def kv_bytes(self, matched: int) -> int:
         return matched * self.kv_numbers() * BYTES
@@ -149,10 +153,18 @@ class Bound:
 
 
 def bound(
-    shape: Shape, speeds: Speeds, *, matched: int, tail: int, skip: bool, from_host: bool, suffix_ms: float
+    shape: Shape,
+    speeds: Speeds,
+    *,
+    matched: int,
+    tail: int,
+    skip: bool,
+    from_host: bool,
+    suffix_ms: float,
+    row_dtype: str = "auto",
 ) -> Bound:
     """`from_host`: the KV of the matched tokens is moved too. `suffix_ms`: what the new tokens take, measured."""
-    moved = shape.row_bytes(tail) + (shape.kv_bytes(matched) if from_host else 0)
+    moved = shape.row_bytes(tail, row_dtype) + (shape.kv_bytes(matched) if from_host else 0)
     return Bound(
         replay_ms=shape.replay_flops(tail, skip) / speeds.tflops / 1e9,
         copy_ms=moved / speeds.link_gbs / 1e6,

@@ -52,7 +52,7 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
 
     settings = TailReplayConfig.from_environment()
     text, shape = text_config(server_args)
-    number = number_bytes(server_args, text)
+    number = number_bytes(server_args, text)._replace(row_dtype=settings.row_dtype)
     token = memory_plan.token_bytes(shape, number)
     planned = _plan(server_args, shape, text, number, found, imagined)
     host = _host_tier_slots(server_args, planned.kv_slots, token.kv, host_free)
@@ -249,7 +249,16 @@ def costs(outlook: Outlook, machine: Speeds) -> list[tuple[str, str]]:
         tail = (
             tail_length(matched, config.ratio, config.min_tokens, config.max_tokens) if config.mode == "replay" else 0
         )
-        least = bound(shape, machine, matched=matched, tail=tail, skip=config.skip, from_host=False, suffix_ms=suffix)
+        least = bound(
+            shape,
+            machine,
+            matched=matched,
+            tail=tail,
+            skip=config.skip,
+            from_host=False,
+            suffix_ms=suffix,
+            row_dtype=config.row_dtype,
+        )
         rows.append(
             (
                 f"{matched:,} matched, {SUFFIX} new",

@@ -10,8 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import MutableMapping
+from typing import Any
 
-from sglang_tailreplay import config, cpu
+from sglang_tailreplay import calibration, config, cpu
 from sglang_tailreplay.errors import Refused, TailReplayError
 from sglang_tailreplay.row_store import free_host_bytes
 
@@ -23,6 +24,11 @@ def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     config.add_flags(parser)
+    parser.add_argument(
+        calibration.FLAG, dest="calibration", metavar="FILE",
+        help="take ratio, min-tokens, max-tokens and anchor-interval from a file of 'sglang-tailreplay calibrate'; "
+        "flags and SGLANG_TAILREPLAY beat it",
+    )  # fmt: skip
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         print("\nand the flags of sglang.launch_server:\n")
@@ -31,11 +37,27 @@ def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
     unknown = [word for word in rest if word.startswith("--tail-replay-")]
     if unknown:
         raise TailReplayError(f"unknown flag {unknown[0]}; --help lists the --tail-replay flags")
-    chosen = config.TailReplayConfig.from_environment(environ, **vars(flags))
+    calibrated = _calibrated(flags.calibration, rest) if flags.calibration is not None else None
+    del flags.calibration
+    chosen = config.TailReplayConfig.from_environment(environ, calibrated, **vars(flags))
     environ[config.ENVIRONMENT] = chosen.to_json()
     if any(word.split("=")[0] == "--radix-cache-backend" for word in rest):
         raise TailReplayError("--radix-cache-backend is this launcher's choice; --tail-replay-mode off takes SGLang's")
     return rest if chosen.mode == "off" else [*rest, "--radix-cache-backend", config.BACKEND]
+
+
+def _calibrated(path: str, arguments: list[str]) -> dict[str, Any]:
+    """What a calibration file recommends for the model of these arguments; says so where the operator sees it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model")
+    model = parser.parse_known_args(arguments)[0].model_path
+    if model is None:
+        raise TailReplayError(f"{calibration.FLAG} needs --model-path on the command line, to see that both fit")
+    document = calibration.read(path)
+    chosen = calibration.recommended(document, path, model)
+    told = ", ".join(f"{key}={value}" for key, value in chosen.items())
+    print(f"tail_replay: {told} from {path} (prompts: {document['prompts']})", file=sys.stderr)
+    return chosen
 
 
 def check_entry_point() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglang_tailreplay.cost import Shape
+from sglang_tailreplay.cuda_streams.row_format import row_bytes
 from sglang_tailreplay.errors import TailReplayError
 
 GIB = 1 << 30
@@ -38,6 +39,7 @@ class NumberBytes(NamedTuple):
     kv: int = 2
     state: int = 4  # recurrent state; SGLang's mamba_ssm_dtype
     conv: int = 2
+    row_dtype: str = "auto"  # of rows in the store
 
 
 class Token(NamedTuple):
@@ -50,7 +52,7 @@ class Token(NamedTuple):
 def token_bytes(shape: Shape, number: NumberBytes) -> Token:
     return Token(
         kv=shape.kv_numbers() * number.kv,
-        rows=shape.row_numbers() * number.row,
+        rows=shape.row_groups() * row_bytes(shape.hidden, number.row_dtype, number.row),
     )
 
 

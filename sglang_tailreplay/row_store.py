@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_tailreplay.cuda_streams.pinned import PinningError, pinned_empty
+from sglang_tailreplay.cuda_streams.row_codec import MOVED_AS, RowCodec
 from sglang_tailreplay.errors import TailReplayError
 
 logger = logging.getLogger(__name__)
@@ -27,10 +28,17 @@ class RowShape(NamedTuple):
     groups: int  # G
     hidden_size: int  # d
     dtype: torch.dtype
+    codec: RowCodec | None = None  # how they are stored; None: as they are
+
+    @property
+    def stored(self) -> tuple[int, torch.dtype]:
+        """Width and dtype of a row in the store."""
+        return (self.hidden_size, self.dtype) if self.codec is None else (self.codec.width, MOVED_AS)
 
     @property
     def bytes(self) -> int:
-        return self.groups * self.hidden_size * self.dtype.itemsize
+        width, dtype = self.stored
+        return self.groups * width * dtype.itemsize
 
 
 def choose_capacity(row_bytes: int, kv_slots: int, free_bytes: int, host_gb: float | None) -> int:
@@ -95,12 +103,13 @@ class RowStore:
             capacity * shape.bytes / GIB, capacity, kv_slots, shape.bytes,
         )  # fmt: skip
         try:
-            self._buffer = pinned_empty((shape.groups, capacity, shape.hidden_size), shape.dtype)
+            width, dtype = shape.stored
+            self._buffer = pinned_empty((shape.groups, capacity, width), dtype)
         except PinningError as error:
             raise TailReplayError(f"--tail-replay-host-gb: {error}") from error
         if not torch.cuda.is_available():
             # A row that is read before it is written must not look like one.
-            self.rows.fill_(float("nan"))
+            self.rows.fill_(float("nan") if self.rows.is_floating_point() else -1)  # of bytes 0xFF, a scale is NaN
 
     @property
     def rows(self) -> torch.Tensor:

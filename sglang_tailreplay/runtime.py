@@ -23,6 +23,7 @@ from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
+from sglang_tailreplay.cuda_streams.row_codec import make_codec
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
@@ -90,7 +91,7 @@ class Runtime:
         if self.config.mode != "replay":
             self.prefill_graphs = self._make_prefill_graphs(device)
             return
-        shape = RowShape(model.row_groups, model.hidden_size, model_runner.dtype)
+        shape = self._row_shape(model, model_runner.dtype)
         kv_slots, free_bytes = self._room_for_rows(model_runner)
         anchors, free_bytes = self._room_for_anchors(model_runner, kv_slots, free_bytes)
         capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
@@ -99,13 +100,20 @@ class Runtime:
         self._lanes = Lanes.create(device if self.config.overlap else "cpu")
         self._gates = make_gates(len(model.groups), self._lanes, device)
         self.prefill_graphs = self._make_prefill_graphs(device)
-        self._mover = RowMover(self._store.rows, self._lanes, device)
+        self._mover = RowMover(self._store.rows, self._lanes, device, shape.codec)
         if anchors:
             self.anchors = AnchorStore(model_runner.req_to_token_pool.mamba_pool, anchors, self._lanes)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
             self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
+
+    def _row_shape(self, model: adapters.HybridModel, dtype: torch.dtype) -> RowShape:
+        try:
+            codec = make_codec(self.config.row_dtype, model.hidden_size, dtype)
+        except ValueError as error:
+            raise TailReplayError(f"--tail-replay-row-dtype: {error}; leave it out") from None
+        return RowShape(model.row_groups, model.hidden_size, dtype, codec)
 
     def _make_prefill_graphs(self, device: torch.device) -> PrefillGraphs | None:
         tokens = compat.largest_prefill_graph(self._model_runner)

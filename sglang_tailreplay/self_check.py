@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, DECODED_TOKENS = 131, 3  # no multiple of a kernel's chunk, and two graph launches of a changing state
 # Rounding moves a layer's states by about the dtype's epsilon times the layers before it; a wrong row moves them by 1.
+QUANTISED_BOUND = 0.3  # rows of a byte per number: steps of up to 6 %, more beside an outlier; still no wrong row
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -53,12 +54,24 @@ def run(scheduler: Any, runtime: Runtime) -> float:
     # SGLang keeps windows of the convolution in bfloat16 unless told otherwise, and decoding reads them.
     dtypes = (model_runner.dtype, states.dtype, *(conv.dtype for conv in pool.mamba_cache.conv))
     bound = max(BOUNDS[dtype] for dtype in dtypes)
+    if runtime.config.row_dtype != "auto":
+        _check_quantised(error, runtime.config.row_dtype)
+        return error
     if not error <= bound:  # NaN fails too
         raise TailReplayError(
             f"tail_replay: self-check failed: a replayed state is off by {error:.2e} of its size, rounding explains "
             f"{bound:.0e}. Answers after a hit would be wrong; use --tail-replay-mode off and report this."
         )
     return error
+
+
+def _check_quantised(error: float, row_dtype: str) -> None:
+    if not error <= QUANTISED_BOUND:
+        raise TailReplayError(
+            f"tail_replay: self-check failed: a state replayed from {row_dtype} rows is off by {error:.2e} of its "
+            f"size, more than {QUANTISED_BOUND:g}. Outlier channels leave little of the others in int8 rows; use "
+            "--tail-replay-row-dtype fp8 or auto, and report it if auto fails, too."
+        )
 
 
 def _check_anchor(runtime: Runtime, req: Any, states: torch.Tensor) -> None:

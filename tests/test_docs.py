@@ -27,6 +27,9 @@ ELSEWHERE = {
     "curl -s localhost:30000/metrics": "tests/serving/test_workloads.py",
     ".venv/bin/python scripts/soak": "tests/serving/test_soak.py",
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
+    "sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
+    "sglang-tailreplay serve": "tests/calibrate/test_file.py",
+    ".venv/bin/sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
     ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
 }
 

@@ -9,6 +9,7 @@ from sglang_tailreplay.cuda_streams.gates import make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.cuda_streams.pinned import pinned_empty
+from sglang_tailreplay.cuda_streams.row_codec import MOVED_AS, make_codec
 from sglang_tailreplay.cuda_streams.rows import gather_rows, scatter_groups, scatter_rows
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,7 @@ def random_ids(T, R, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("H", [8, 64, 2560, 3840, 5120])
+@pytest.mark.parametrize("H", [8, 64, 1288, 2560, 3840, 5120])  # 1288: a packed row of 2560, as int16
 @pytest.mark.parametrize("T", [1, 5, 64, 1000])
 def test_kernels_move_what_indexing_moves(pool, T, H, dtype):
     G, R = 2, 1500
@@ -99,6 +100,21 @@ def test_lanes_order_rows_behind_a_slow_forward_pass(pool):
     written = mover.write_out(0, torch.zeros(1, H, dtype=torch.bfloat16, device="cuda"), [7])
     written.synchronize()
     assert (mover.rows[0, 7] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_packed_rows_come_back_as_packing_makes_them(pool, kind):
+    codec = make_codec(kind, 2560, torch.bfloat16)
+    mover = RowMover(pool(2, 600, codec.width, dtype=MOVED_AS), Lanes.create("cuda"), "cuda", codec)
+    source = torch.randn(2, 500, 2560, device="cuda", dtype=torch.bfloat16)
+    ids = random_ids(500, 600)
+    mover.write_out(None, source, ids)
+    expected = torch.empty_like(source)
+    codec.unpack(codec.pack(source), expected)
+    for group, fetched in enumerate(mover.fetch([0, 1], ids)):
+        mover.lanes.current_waits(fetched.ready)
+        assert torch.equal(fetched.tensor, expected[group])
+    assert ((expected - source).float().norm() / source.float().norm()).item() < 0.05
 
 
 def test_ids_on_the_device(pool):

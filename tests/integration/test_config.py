@@ -20,6 +20,7 @@ BAD = {
     "min_tokens": [3, 0, -64, 64.0, "64", None, True],
     "max_tokens": [63, 0, 100.0, "100", False],
     "host_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
+    "row_dtype": ["bf16", "", None, 8],
     "anchor_interval": [-1, 1.5, "64", None, True],
     "anchor_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "overlap": [0, 1, "true", None],
@@ -78,7 +79,9 @@ def test_good_values_survive_the_round_trip(values):
 def test_nothing_given_means_the_defaults(environ):
     assert TailReplayConfig.from_environment(environ) == TailReplayConfig()
     assert TailReplayConfig() == TailReplayConfig(
-        *("replay", 0.05, 64, None, None, 0, None, True, True, True, True), max_generation=None, verify_fraction=0
+        *("replay", 0.05, 64, None, None, "auto", 0, None, True, True, True, True),
+        max_generation=None,
+        verify_fraction=0,
     )
 
 
@@ -119,13 +122,14 @@ def test_every_flag_reaches_its_key():
     rest, config = translate(
         *("--model-path", "m", "--tail-replay-mode", "zero", "--tail-replay-ratio=0.5"),
         *("--tail-replay-min-tokens", "8", "--tail-replay-max-tokens", "99", "--tail-replay-host-gb", "1.5"),
+        *("--tail-replay-row-dtype", "int8"),
         *("--tail-replay-anchor-interval", "512", "--tail-replay-anchor-gb", "2.5"),
         *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
         *("--tail-replay-no-self-check", "--port", "1"),
         *("--tail-replay-max-generation", "3", "--tail-replay-verify-fraction", "0.25"),
     )
     assert config == TailReplayConfig(
-        *("zero", 0.5, 8, 99, 1.5, 512, 2.5, False, False, False, False), max_generation=3, verify_fraction=0.25
+        *("zero", 0.5, 8, 99, 1.5, "int8", 512, 2.5, False, False, False, False), max_generation=3, verify_fraction=0.25
     )
     assert rest == ["--model-path", "m", "--port", "1", "--radix-cache-backend", "tail_replay"]
 

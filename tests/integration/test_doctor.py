@@ -66,6 +66,15 @@ def test_memory_follows_the_dtype_and_the_host_tier(sandbox):
     assert rows == device + host
 
 
+def test_rows_of_a_byte_take_half_the_host_and_half_the_link(sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *GPU, *SPEED, "--tail-replay-row-dtype", "fp8"])
+    memory = dict(map(tuple, report["sections"]["memory"]))
+    assert "tokens of 18,032 bytes" in memory["rows on the host"]  # 7 groups of 2,560 + 16 bytes
+    assert "tokens of 32,768 bytes" in memory["KV"]
+    costs = [text for _, text in report["sections"]["a hit costs at least"]]
+    assert "replay of 1,639 tokens 10.8, their rows 0.6 " in costs[2]
+
+
 def test_saved_states_take_their_part_of_the_host(sandbox):
     flags = ["--tail-replay-anchor-interval", "8192", "--tail-replay-anchor-gb", "10"]
     memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))
@@ -251,7 +260,7 @@ def test_the_command_knows_its_commands(capsys):
     told = capsys.readouterr().out
     assert all(f"  {command} " in told for command in ("serve", "doctor"))
     assert cli.main(["bench"]) == 2
-    assert "known are serve and doctor" in capsys.readouterr().err
+    assert "known are serve, doctor and calibrate" in capsys.readouterr().err
 
 
 def test_a_start_with_several_problems_points_to_doctor(monkeypatch, capsys):
