@@ -1,6 +1,6 @@
 """Anchors: recurrent states of all GDN layers, saved in pinned host memory.
 
-    forward lane   pass that ends at a position | states gathered |  ...
+    forward lane   pass that ends at a position | states gathered |  ...        (inside a pass: layer by layer)
     copy lane                                                     | states out | ... | states in
     replay lane                                                       wait states in | into the slots | tails
 """
@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sglang_tailreplay.cuda_streams.lanes import Event, Lanes, keep
@@ -70,6 +71,53 @@ class AnchorStore:
         except PinningError as error:
             raise TailReplayError(f"--tail-replay-anchor-gb: {error}") from error
         self._host = [buffer.tensor for buffer in self._buffers]
+        self._next: list[Take] = []
+        self._saved = np.zeros(capacity, dtype=np.int64)  # layers of each place that were sent to it
+
+    @property
+    def window(self) -> int:
+        """Tokens of a convolution's window, W-1."""
+        return self._pool[0].shape[-1]
+
+    @property
+    def _layers(self) -> int:
+        return self._pool[0].shape[0]
+
+    def forget(self, anchor: int) -> None:
+        """The place was given to a state that is not there yet; what it was to get before, it does not get any more."""
+        self._saved[anchor] = 0
+        self._next = [take for take in self._next if take.anchor != anchor]
+
+    def whole(self, anchor: int) -> bool:
+        """Whether all of the state that the place was given to is there, or on its way before any later `fetch`."""
+        return bool(self._saved[anchor] == self._layers)
+
+    def keep(self, layer: int, states: Sequence[Tensor], anchors: Sequence[int]) -> None:
+        """Save one layer's part of states, one tensor [n, ...] per part of the pool, made on the current stream.
+
+        `layer` is its index in the pool. The host does not wait.
+        """
+        parts = [part.to(pool.dtype).contiguous() for part, pool in zip(states, self._pool, strict=True)]
+        copy = self._lanes.copy
+        with copy.after(self._lanes.mark_current("states gathered")):
+            copy.reads(*parts)
+            copy.writes(*self._host)
+            for part, host in zip(parts, self._host, strict=True):
+                for i, anchor in enumerate(anchors):
+                    host[anchor, layer].copy_(part[i], non_blocking=True)
+        self._saved[list(anchors)] += 1
+
+    def take_next(self, take: Take) -> None:
+        """Save the state in a slot when the next pass begins. Nobody changes it until then: a free slot is cleared by
+        the pass that uses it next. Whatever is fetched for that pass is fetched later."""
+        self._next.append(take)
+        self._saved[take.anchor] = self._layers
+
+    def pass_begins(self) -> None:
+        """On the forward stream, before a pass changes any slot."""
+        if self._next:
+            takes, self._next = self._next, []
+            self.take(takes)
 
     def take(self, takes: Sequence[Take]) -> None:
         """Save the states in the slots as they are on the current stream now. The host does not wait."""
@@ -83,9 +131,11 @@ class AnchorStore:
             for part, host in zip(copies, self._host, strict=True):
                 for i, take in enumerate(takes):
                     host[take.anchor].copy_(part[i], non_blocking=True)
+        self._saved[[take.anchor for take in takes]] = self._layers
 
     def fetch(self, anchors: Sequence[int]) -> Fetched:
-        """Bring states to the device, on the copy lane: after every `take` that was asked for before."""
+        """Bring whole states to the device, on the copy lane: after every save that was asked for before."""
+        assert all(self.whole(anchor) for anchor in anchors), f"states that are not whole: {anchors}"
         copy, device = self._lanes.copy, self._pool[0].device
         with copy.after():
             copy.reads(*self._host)

@@ -19,12 +19,14 @@ from sglang_tailreplay import adapters, compat, self_check
 from sglang_tailreplay.anchor_store import AnchorStore, choose_anchors, state_bytes
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.cpu import stand_in_active
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
+from sglang_tailreplay.pass_anchors import PassAnchors
 from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
@@ -66,6 +68,7 @@ class Runtime:
         self._store: RowStore | None = None
         self._mover: RowMover | None = None
         self.anchors: AnchorStore | None = None
+        self.pass_anchors: PassAnchors | None = None
         self._lanes: Lanes | None = None
         self._gates: tuple[Gate, ...] = ()
         self._replayer: Replayer | None = None
@@ -97,11 +100,19 @@ class Runtime:
         self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device)
         if anchors:
-            self.anchors = AnchorStore(model_runner.req_to_token_pool.mamba_pool, anchors, self._lanes)
+            self._make_anchors(anchors, device)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
             self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
+
+    def _make_anchors(self, count: int, device: torch.device) -> None:
+        pool = self._model_runner.req_to_token_pool
+        self.anchors = self.planner.saved = AnchorStore(pool.mamba_pool, count, self._lanes)
+        if device.type == "cuda" or stand_in_active():
+            self.pass_anchors = PassAnchors(make_core(self._model_runner), pool, self.anchors, device)
+            # A pass that fits a graph runs in it, and only its end is saved: alone, each layer costs the host more.
+            self.planner.keeps_beyond = compat.largest_prefill_graph(self._model_runner)
 
     def _make_prefill_graphs(self, device: torch.device) -> PrefillGraphs | None:
         tokens = compat.largest_prefill_graph(self._model_runner)
@@ -196,9 +207,13 @@ class Runtime:
 
     # ---- every batch ----
 
-    def forward_begins(self, step: Step | None) -> None:
+    def forward_begins(self, step: Step | None, forward_batch: Any) -> None:
         if self.capture is not None:
             self.capture.begin(step.rows if step is not None else None)
+        if self.anchors is not None:
+            self.anchors.pass_begins()
+        if step is not None and step.keeps:
+            self.pass_anchors.begin(forward_batch, step.keeps)
 
     def sink_for(self, layer: int) -> Sink | None:
         return self.capture.sink_for(layer) if self.capture is not None else None
@@ -206,6 +221,8 @@ class Runtime:
     def forward_abandoned(self) -> None:
         if self.capture is not None:
             self.capture.abandon()
+        if self.pass_anchors is not None:
+            self.pass_anchors.abandon()
         self.states_wanted()  # the slots may get other owners, behind the replay that still writes them
 
     def states_wanted(self, behind_gates: bool = False) -> None:
@@ -216,6 +233,8 @@ class Runtime:
     def forward_ended(self, ran_graph: bool, step: Step | None) -> None:
         if self.capture is not None:
             self.capture.end(ran_graph)
+        if self.pass_anchors is not None:
+            self.pass_anchors.end()
         if step is not None and step.takes:
             self.anchors.take(step.takes)
         late = self._replayer is not None and self._replayer.pending

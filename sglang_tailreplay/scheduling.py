@@ -12,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.pass_anchors import Keep, positions_inside
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
+from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.replay.tail import tail_length
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
 REACH = 2  # intervals that a replay from an anchor may span, if a tail from zero would be shorter
+END_SHARE = 4  # at a request's end, where its next turn begins, an anchor may lie so many times nearer than an interval
 _CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
 
@@ -44,6 +47,19 @@ class Hit:
     rows: np.ndarray  # [k] int64: the rows of the tail; k may be 0 with an anchor
     token_ids: np.ndarray  # [k] int64: the tokens of the tail, for the group that starts from the embedding
     anchor: int | None = None  # where in the anchor store the state before the tail is; None: zero
+
+
+class Saved(Protocol):
+    """What becomes of places for anchors (AnchorStore)."""
+
+    def forget(self, anchor: int) -> None:
+        """The place was given to a state that is not there yet."""
+
+    def whole(self, anchor: int) -> bool:
+        """Whether the state that it was given to is there."""
+
+    def take_next(self, take: Take) -> None:
+        """Save the state in a slot before the next pass runs; nobody changes it until then."""
 
 
 class Take(NamedTuple):
@@ -68,6 +84,7 @@ class Step:
     rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
     hits: tuple[Hit, ...] = ()
     takes: tuple[Take, ...] = ()
+    keeps: tuple[Keep, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,12 +141,18 @@ class Planner:
         self.on_admission = on_admission
         # Tokens that a tail of this many may have at no more cost: replays run in graphs of fixed sizes.
         self.rounded: Callable[[int], int] = lambda k: k
+        # Prefill passes over more tokens than this save states inside of them, too; None: no pass does.
+        self.keeps_beyond: int | None = None
+        self.chunk = CHUNK  # tokens; such states exist at its multiples
+        self._begun: frozenset[int] = frozenset()  # anchors of the last prefill's hits: it may not be launched yet
+        self.saved: Saved | None = None  # None: every anchor is there as soon as it has a place
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
         self.cache = cache
         cache.may_reuse = has_plain_tokens
         cache.tail_length_of = self.tail_length_of
+        cache.rows.before_finish = self.before_finish
 
     @property
     def _needs_tails(self) -> bool:
@@ -145,10 +168,13 @@ class Planner:
     def plan_extend(self, reqs: Sequence[Req]) -> Step:
         """Called for a prefill batch after its slots are allocated and before SGLang forgets which slots are fresh."""
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
+        self._begun = frozenset(hit.anchor for hit in hits if hit.anchor is not None)
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
+        ids = np.concatenate(rows) if rows else no_rows(0)
+        keeps = self._keeps(reqs, len(ids))
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
-        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes)
+        return Step(ids, tuple(hits), takes, keeps)
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -182,6 +208,8 @@ class Planner:
             for position, anchor in self.cache.rows.anchors.before(node, m):
                 if position < m - max(k, REACH * self.config.anchor_interval):
                     break
+                if self.saved is not None and not self.saved.whole(anchor.id):
+                    continue
                 tail = self.cache.rows.tail(node, m - position)
                 if not (tail.rows == NO_ROW).any():
                     return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation))
@@ -200,12 +228,45 @@ class Planner:
             rows = self.cache.rows.track(req)
             if position - rows.last_anchor < self.config.anchor_interval or not has_plain_tokens(req):
                 continue
-            place = self.cache.rows.anchors.alloc()
+            place = self._place(rows, position)
             if place is not None:
-                rows.anchors[position] = Anchor(place, rows.generation)
-                rows.last_anchor = position
                 takes.append(Take(req.mamba_pool_idx, place))
         return tuple(takes)
+
+    def before_finish(self, req: Req, position: int) -> None:
+        """Called before the tree gets the first `position` tokens of a finished request, which still has its slot."""
+        interval, rows = self.config.anchor_interval, self.cache.rows.track(req)
+        # With overlap scheduling a pass more may have run than the tree is told of: the state is then of other tokens.
+        if not interval or self.saved is None or rows.end != position or not has_plain_tokens(req):
+            return
+        if (position - rows.last_anchor) * END_SHARE >= interval and position > rows.last_anchor:
+            place = self._place(rows, position)
+            if place is not None:
+                self.saved.take_next(Take(req.mamba_pool_idx, place))
+
+    def _keeps(self, reqs: Sequence[Req], tokens: int) -> tuple[Keep, ...]:
+        """Anchors inside a prefill pass over that many tokens."""
+        if not self.config.anchor_interval or self.keeps_beyond is None or tokens <= self.keeps_beyond:
+            return ()
+        keeps = []
+        for i, req in enumerate(reqs):
+            rows, begin = self.cache.rows.track(req), len(req.prefix_indices)
+            end = begin + req.extend_range.length if has_plain_tokens(req) else begin
+            for position in positions_inside(begin, end, rows.last_anchor, self.config.anchor_interval, self.chunk):
+                place = self._place(rows, position)
+                if place is not None:
+                    keeps.append(Keep(i, (position - begin) // self.chunk, place))
+        return tuple(keeps)
+
+    def _place(self, rows: RequestRows, position: int) -> int | None:
+        """A place for the request's state after `position` tokens; None in a store without places."""
+        place = self.cache.rows.anchors.alloc(self._begun)
+        if place is not None:
+            rows.anchors[position] = Anchor(place, rows.generation)
+            rows.last_anchor = position
+            if self.saved is not None:
+                self.saved.forget(place)
+        return place
 
     def _longest_tail(self, node: UnifiedTreeNode, m: int, k: int) -> Tail:
         """The tail of k tokens, or a longer one that costs the same, if its rows are there."""
@@ -242,7 +303,8 @@ def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
     if prefill is None or decode is None:
         return prefill
-    return Step(np.concatenate((prefill.rows, decode.rows)), prefill.hits, prefill.takes + decode.takes)
+    rows, takes = np.concatenate((prefill.rows, decode.rows)), prefill.takes + decode.takes
+    return Step(rows, prefill.hits, takes, prefill.keeps)
 
 
 def report(req: Req) -> dict[str, int]:

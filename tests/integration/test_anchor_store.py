@@ -92,6 +92,53 @@ def test_a_forgotten_wait_is_a_race(machine, forgotten, monkeypatch):
         machine.restore([0], [4])
 
 
+def test_a_state_saved_layer_by_layer_is_whole_when_its_last_layer_was_sent(machine):
+    states = [torch.randn(2, LAYERS, *part.shape[2:]).to(part.dtype) for part in machine.parts]
+    machine.take((1, 3))
+    machine.store.forget(3)
+    machine.store.forget(0)
+    for layer in range(LAYERS):
+        assert not machine.store.whole(3) and not machine.store.whole(0)
+        with pytest.raises(AssertionError, match="not whole"):
+            machine.store.fetch([3])
+        parts = [part[:, layer].float() for part in states]
+        machine.lanes.forward.writes(*parts)
+        machine.store.keep(layer, parts, [3, 0])
+    assert machine.store.whole(3) and machine.store.whole(0)
+    machine.lanes.forward.writes(*machine.parts)
+    machine.restore([0, 3], [5, 2])
+    for part, saved in zip(machine.parts, states, strict=True):
+        assert torch.equal(part[:, 5], saved[1]) and torch.equal(part[:, 2], saved[0])
+
+
+def test_a_place_without_a_state_is_not_whole(machine):
+    assert not machine.store.whole(1)
+    machine.take((2, 1))
+    assert machine.store.whole(1) and not machine.store.whole(0)
+
+
+def test_a_state_to_be_saved_next_is_that_of_its_slot_before_the_pass(machine):
+    before = [part.clone() for part in machine.parts]
+    machine.store.take_next(Take(torch.tensor(4), 2))
+    assert machine.store.whole(2), "what is fetched for the next pass is fetched after it"
+    machine.store.pass_begins()
+    machine.change()
+    machine.store.pass_begins()
+    machine.restore([2], [5])
+    assert all(torch.equal(part[:, 5], old[:, 4]) for part, old in zip(machine.parts, before, strict=True))
+
+
+def test_a_place_that_was_given_to_another_state_does_not_get_the_one_before(machine):
+    """A finished request's anchor was evicted before the next pass, and the pass saves another state in its place."""
+    machine.store.take_next(Take(torch.tensor(4), 2))
+    machine.store.forget(2)
+    machine.store.pass_begins()
+    assert not machine.store.whole(2)
+    for layer in range(LAYERS):
+        machine.store.keep(layer, [part[:1, layer] for part in (p.transpose(0, 1) for p in machine.parts)], [2])
+    assert machine.store.whole(2)
+
+
 class Engine:
     """Notes what it is asked to replay."""
 

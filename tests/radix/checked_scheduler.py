@@ -33,13 +33,15 @@ from sglang_tailreplay.radix.component import TailReplayComponent
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
-from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, mix, report
+from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, Take, mix, report
 
 KV_SLOTS = 96
 MOST_REQUESTS = 4  # running at the same time; request slots and state slots
 CONTEXT = 128
 ROOT = 0  # number of the empty prefix
 UNWRITTEN = -1
+CHUNK = 4  # tokens; states inside a pass exist at its multiples
+KEEPS_BEYOND = 8  # tokens of a pass that has such states
 
 
 class Prefixes:
@@ -64,6 +66,22 @@ class Entry:
     has_row: bool
     generation: int  # replays behind its KV or row; the tree may say more, because it counts per node
     on_device: bool = True  # whether its KV is; otherwise it is on the host
+
+
+class _Saved:
+    """Which anchors are there; nothing is ever on its way, because a slot keeps its state until a pass changes it."""
+
+    def __init__(self, saved: np.ndarray, states: np.ndarray):
+        self._saved, self._states = saved, states
+
+    def take_next(self, take: Take) -> None:
+        self._saved[take.anchor] = self._states[int(take.slot)]
+
+    def forget(self, anchor: int) -> None:
+        self._saved[anchor] = UNWRITTEN
+
+    def whole(self, anchor: int) -> bool:
+        return self._saved[anchor] != UNWRITTEN
 
 
 @dataclasses.dataclass
@@ -101,6 +119,9 @@ class CheckedScheduler:
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
         self.store = np.full(rows, UNWRITTEN)
         self.saved = np.full(anchors, UNWRITTEN)  # anchor -> number of the prefix whose state it is
+        self.states = np.full(MOST_REQUESTS + 1, UNWRITTEN)  # state slot -> number of the prefix whose state it has
+        self.planner.saved, self.planner.chunk = _Saved(self.saved, self.states), CHUNK
+        self.planner.keeps_beyond = KEEPS_BEYOND if anchors else None
         # what should be
         self.prefixes = Prefixes()
         self.truth: dict[int, Entry] = {}
@@ -407,9 +428,19 @@ class CheckedScheduler:
         self.check()
 
     def _save(self, step: Step, pieces: list) -> None:
-        """The states in the slots when the pass has run."""
+        """The states in the slots when the pass has run, and those that it went through."""
+        assert not step.keeps or len(step.rows) > KEEPS_BEYOND
+        for keep in step.keeps:
+            req, begin, end = pieces[keep.request]
+            position = begin + keep.chunk * CHUNK
+            assert begin < position < end, "no state at the end of a pass, or of what another pass computes"
+            assert req.tail_replay.anchors[position].id == keep.anchor, "a state was saved for another position"
+            self.saved[keep.anchor] = self.path(req, position)[-1]
         ends = {int(req.mamba_pool_idx): (req, end) for req, _, end in pieces}
-        assert len({take.anchor for take in step.takes}) == len(step.takes)
+        for slot, (req, end) in ends.items():
+            self.states[slot] = self.path(req, end)[-1]
+        given = [take.anchor for take in step.takes] + [keep.anchor for keep in step.keeps]
+        assert len(set(given)) == len(given)
         for take in step.takes:
             req, end = ends[int(take.slot)]
             anchor = req.tail_replay.anchors.get(end)

@@ -6,9 +6,17 @@ from checked_scheduler import CheckedScheduler, finish, serve
 from sglang_tailreplay.config import TailReplayConfig
 
 
-def scheduler(interval=8, anchors=9, rows=96, ratio=0.05, **config) -> CheckedScheduler:
+def scheduler(
+    interval=8, anchors=9, rows=96, ratio=0.05, inside=False, ends=False, overlap=False, **config
+) -> CheckedScheduler:
+    """`inside`: passes save states inside of them, too, as those outside of graphs do. `ends`: so do requests."""
     config = TailReplayConfig(ratio=ratio, min_tokens=4, anchor_interval=interval, **config)
-    return CheckedScheduler(config, rows, overlap=False, anchors=anchors)
+    server = CheckedScheduler(config, rows, overlap, anchors=anchors)
+    if not inside:
+        server.planner.keeps_beyond = None
+    if not ends:
+        server.cache.rows.before_finish = lambda req, tokens: None
+    return server
 
 
 def positions(server, tokens):
@@ -154,3 +162,51 @@ def test_no_interval_no_anchors():
     serve(server, TEXT)
     assert positions(server, TEXT) == []
     assert admitted(server, TEXT[:20] + [99])[2] is False
+
+
+def test_a_pass_leaves_anchors_inside_of_it():
+    """Chunks of 4 in passes of more than 8 tokens; the positions count from where the request's part begins."""
+    server = scheduler(interval=8, inside=True)
+    serve(server, TEXT)
+    assert positions(server, TEXT) == [8, 16, 24]
+    again = TEXT[:17] + [60 + i for i in range(12)]
+    assert admitted(server, again + [99]) == (17, 1, True, 0)
+    assert positions(server, again) == [8, 16, 25]
+    assert admitted(server, again[:28] + [98]) == (28, 3, True, 0)
+
+
+def test_an_anchor_that_a_hit_begins_at_outlives_its_batch():
+    """A store of one place: the state that the hit needs may not be given away to what the same pass computes."""
+    server = scheduler(interval=8, anchors=1, inside=True)
+    serve(server, TEXT[:8])
+    assert admitted(server, TEXT[:8] + [50 + i for i in range(20)]) == (8, 0, True, 0)
+    assert positions(server, TEXT[:8]) == [8]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_leaves_an_anchor_at_its_end(overlap):
+    """Where the next turn begins. With overlap scheduling one pass more has run; its token is in the tree as well."""
+    server = scheduler(interval=20, ends=True, overlap=overlap)
+    server.arrive(TEXT[:25], 9)
+    server.prefill(64, lambda: 1)
+    while not server.idle:
+        server.decode(lambda: 1)
+    end = 34 if overlap else 33
+    history = (TEXT[:25] + [1] * 9)[:end]
+    assert positions(server, history) == [25, end]
+    assert admitted(server, history + [99, 98])[:3] == (end, 0, True)
+
+
+def test_an_end_too_near_to_the_last_anchor_saves_nothing():
+    server = scheduler(interval=20, ends=True)
+    serve(server, TEXT[:25], 4)
+    assert positions(server, TEXT[:25] + [1] * 3) == [25]
+
+
+def test_an_aborted_request_and_one_that_goes_back_to_the_queue_save_nothing_at_their_ends():
+    server = scheduler(interval=8, ends=True, inside=True)
+    server.arrive(TEXT[:6], 9)
+    server.prefill(64, lambda: 1)
+    server.decode(lambda: 1)
+    server.decode(lambda: 1, retract=1)
+    assert server.cache.rows.anchors.pool.used_rows == 0
