@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_tailreplay.anchor_codec import Stored, decode, encode, stored
 from sglang_tailreplay.cuda_streams.lanes import Event, Lanes, keep
 from sglang_tailreplay.cuda_streams.pinned import PinningError, pinned_empty
 from sglang_tailreplay.errors import TailReplayError
@@ -32,9 +33,15 @@ class Fetched(NamedTuple):
     ready: Event
 
 
-def state_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of one request's states; parts are [layers, slots, ...]."""
-    return sum(part[:, 0].numel() * part.dtype.itemsize for part in parts)
+def _kept(parts: Sequence[Tensor], dtype: str) -> list[Stored]:
+    """What is kept of one request's states: of the windows all, of the recurrent states, the last part, a code."""
+    whole = [Stored((part.shape[0], *part.shape[2:]), part.dtype) for part in parts]
+    return [*whole[:-1], *stored(dtype, *whole[-1])]
+
+
+def anchor_bytes(parts: Sequence[Tensor], dtype: str) -> int:
+    """Bytes of one request's states on the host; parts are [layers, slots, ...]."""
+    return sum(kept.bytes for kept in _kept(parts, dtype))
 
 
 def choose_anchors(bytes_each: int, kv_slots: int, interval: int, free_bytes: int, anchor_gb: float | None) -> int:
@@ -55,18 +62,19 @@ def choose_anchors(bytes_each: int, kv_slots: int, interval: int, free_bytes: in
 
 
 class AnchorStore:
-    """Moves states between SGLang's pool and the host. The pool's dtypes are kept: an anchor is exact."""
+    """Moves states between SGLang's pool and the host, where recurrent states are kept as `dtype` says."""
 
-    def __init__(self, mamba_pool: Any, capacity: int, lanes: Lanes):
+    def __init__(self, mamba_pool: Any, capacity: int, lanes: Lanes, dtype: str = "fp32"):
         self.capacity = capacity
+        self.dtype = dtype
         self._lanes = lanes
         cache = mamba_pool.mamba_cache
         self._pool: tuple[Tensor, ...] = (*cache.conv, cache.temporal)  # [layers, slots, ...] each
-        size = capacity * state_bytes(self._pool) / GIB
-        logger.info("tail_replay: anchor store of %.2f GiB on the host for %d states", size, capacity)
+        size = capacity * anchor_bytes(self._pool, dtype) / GIB
+        logger.info("tail_replay: anchor store of %.2f GiB on the host for %d states in %s", size, capacity, dtype)
         try:
             self._buffers = [
-                pinned_empty((capacity, part.shape[0], *part.shape[2:]), part.dtype) for part in self._pool
+                pinned_empty((capacity, *kept.shape), kept.dtype) for kept in _kept(self._pool, dtype)
             ]
         except PinningError as error:
             raise TailReplayError(f"--tail-replay-anchor-gb: {error}") from error
@@ -97,7 +105,7 @@ class AnchorStore:
 
         `layer` is its index in the pool. The host does not wait.
         """
-        parts = [part.to(pool.dtype).contiguous() for part, pool in zip(states, self._pool, strict=True)]
+        parts = self._encode(states)
         copy = self._lanes.copy
         with copy.after(self._lanes.mark_current("states gathered")):
             copy.reads(*parts)
@@ -106,6 +114,13 @@ class AnchorStore:
                 for i, anchor in enumerate(anchors):
                     host[anchor, layer].copy_(part[i], non_blocking=True)
         self._saved[list(anchors)] += 1
+
+    def _encode(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor [n, ...] per part of the pool, as they are kept: new memory."""
+        *windows, state = states
+        pools = self._pool
+        kept = [window.to(pool.dtype) for window, pool in zip(windows, pools, strict=False)]
+        return [part.contiguous() for part in (*kept, *encode(self.dtype, state, pools[-1].dtype))]
 
     def take_next(self, take: Take) -> None:
         """Save the state in a slot when the next pass begins. Nobody changes it until then: a free slot is cleared by
@@ -123,7 +138,7 @@ class AnchorStore:
         """Save the states in the slots as they are on the current stream now. The host does not wait."""
         slots = torch.stack([take.slot for take in takes]).to(torch.int64)
         # The next pass on this stream changes the slots; the copies are its own.
-        copies = [part.index_select(1, slots).transpose(0, 1).contiguous() for part in self._pool]
+        copies = self._encode([part.index_select(1, slots).transpose(0, 1) for part in self._pool])
         copy = self._lanes.copy
         with copy.after(self._lanes.mark_current("states gathered")):
             copy.reads(*copies)
@@ -149,8 +164,10 @@ class AnchorStore:
 
     def restore(self, fetched: Fetched, slots: Tensor) -> None:
         """Put fetched states into the slots [n] on the replay lane, the current one, which waits for them."""
+        windows = len(self._pool) - 1
         self._lanes.current_waits(fetched.ready)
         self._lanes.replay.reads(*fetched.parts)
         self._lanes.replay.writes(*self._pool)
-        for part, pool in zip(fetched.parts, self._pool, strict=True):
+        state = decode(self.dtype, fetched.parts[windows:], self._pool[-1].dtype)
+        for part, pool in zip((*fetched.parts[:windows], state), self._pool, strict=True):
             pool.index_copy_(1, slots.to(torch.int64), part.transpose(0, 1))

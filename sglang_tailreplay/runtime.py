@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tailreplay import adapters, compat, self_check
-from sglang_tailreplay.anchor_store import AnchorStore, choose_anchors, state_bytes
+from sglang_tailreplay.anchor_store import AnchorStore, anchor_bytes, choose_anchors
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cpu import stand_in_active
@@ -108,7 +108,8 @@ class Runtime:
 
     def _make_anchors(self, count: int, device: torch.device) -> None:
         pool = self._model_runner.req_to_token_pool
-        self.anchors = self.planner.saved = AnchorStore(pool.mamba_pool, count, self._lanes)
+        store = AnchorStore(pool.mamba_pool, count, self._lanes, self.config.anchor_dtype)
+        self.anchors = self.planner.saved = store
         if device.type == "cuda" or stand_in_active():
             self.pass_anchors = PassAnchors(make_core(self._model_runner), pool, self.anchors, device)
             # A pass that fits a graph runs in it, and only its end is saved: alone, each layer costs the host more.
@@ -143,7 +144,7 @@ class Runtime:
         if interval == 0:
             return 0, free_bytes
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-        each = state_bytes((*cache.conv, cache.temporal))
+        each = anchor_bytes((*cache.conv, cache.temporal), self.config.anchor_dtype)
         count = choose_anchors(each, kv_slots, interval, free_bytes, self.config.anchor_gb)
         return count, free_bytes - count * each
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_tailreplay.anchor_store import GIB, AnchorStore, choose_anchors, state_bytes
+from sglang_tailreplay.anchor_codec import LOSS
+from sglang_tailreplay.anchor_store import GIB, AnchorStore, anchor_bytes, choose_anchors
 from sglang_tailreplay.cuda_streams.recording import RaceError, RecordingLanes
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.replayer import Replayer
@@ -206,7 +207,28 @@ def test_without_any_tail_the_gates_open_when_the_states_are_there(machine, repl
 
 
 def test_state_bytes_count_every_layer_and_part(machine):
-    assert state_bytes(machine.parts) == LAYERS * (8 * 3 * 2 + 2 * 4 * 4 * 4)
+    window = 8 * 3 * 2
+    assert anchor_bytes(machine.parts, "fp32") == LAYERS * (window + 2 * 4 * 4 * 4)
+    assert anchor_bytes(machine.parts, "bf16") == LAYERS * (window + 2 * 4 * 4 * 2)
+    assert anchor_bytes(machine.parts, "int8") == LAYERS * (window + 2 * 4 * 4 + 2 * 4 * 4)
+    for dtype in ("fp32", "bf16", "int8"):
+        store = AnchorStore(machine.pool, PLACES, machine.lanes, dtype)
+        assert sum(host[0].nbytes for host in store._host) == anchor_bytes(machine.parts, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_state_kept_with_fewer_bits_is_off_by_no_more_than_is_said(machine, dtype):
+    machine.store = AnchorStore(machine.pool, PLACES, machine.lanes, dtype)
+    conv, temporal = (part.clone() for part in machine.parts)
+    machine.take((4, 2))
+    for layer in range(LAYERS):
+        machine.store.keep(layer, [conv[layer, [1]], temporal[layer, [1]]], [0])
+    machine.change()
+    machine.restore([2, 0], [5, 3])
+    for slot, source in ((5, 4), (3, 1)):
+        assert torch.equal(machine.parts[0][:, slot], conv[:, source]), "windows are small and kept as they are"
+        error = (machine.parts[1][:, slot] - temporal[:, source]).norm() / temporal[:, source].norm()
+        assert 0 < error <= LOSS[dtype]
 
 
 def test_the_store_holds_one_state_per_interval_within_its_budget():

@@ -21,6 +21,7 @@ BAD = {
     "max_tokens": [63, 0, 100.0, "100", False],
     "host_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "anchor_interval": [-1, 1.5, "64", None, True],
+    "anchor_dtype": ["fp16", "", None, 8],
     "anchor_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "overlap": [0, 1, "true", None],
     "skip": [0, 1, "true", None],
@@ -75,7 +76,8 @@ def test_good_values_survive_the_round_trip(values):
 @pytest.mark.parametrize("environ", [{}, {ENVIRONMENT: ""}, {ENVIRONMENT: "  "}, {ENVIRONMENT: "{}"}])
 def test_nothing_given_means_the_defaults(environ):
     assert TailReplayConfig.from_environment(environ) == TailReplayConfig()
-    assert TailReplayConfig() == TailReplayConfig("replay", 0.05, 64, None, None, 0, None, True, True, True, True)
+    defaults = ("replay", 0.05, 64, None, None, 0, "fp32", None, True, True, True, True)
+    assert TailReplayConfig() == TailReplayConfig(*defaults)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +118,11 @@ def test_every_flag_reaches_its_key():
         *("--model-path", "m", "--tail-replay-mode", "zero", "--tail-replay-ratio=0.5"),
         *("--tail-replay-min-tokens", "8", "--tail-replay-max-tokens", "99", "--tail-replay-host-gb", "1.5"),
         *("--tail-replay-anchor-interval", "512", "--tail-replay-anchor-gb", "2.5"),
+        *("--tail-replay-anchor-dtype", "int8"),
         *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
         *("--tail-replay-no-self-check", "--port", "1"),
     )
-    assert config == TailReplayConfig("zero", 0.5, 8, 99, 1.5, 512, 2.5, False, False, False, False)
+    assert config == TailReplayConfig("zero", 0.5, 8, 99, 1.5, 512, "int8", 2.5, False, False, False, False)
     assert rest == ["--model-path", "m", "--port", "1", "--radix-cache-backend", "tail_replay"]
 
 
