@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_tailreplay.replay_rule import EXACT, KINDS
 from sglang_tailreplay.scheduling import Admission
 
 SHRUNK = {"reason": "rows_missing"}
@@ -28,6 +29,8 @@ class Metrics:
             return kind(f"sglang:tail_replay_{name}", text, ["model_name", *labels], **options)
 
         self._requests = make(Counter, "requests", "Requests that got their first prefill, by kind.", "kind")
+        starts = "Hits, by what their states were rebuilt from: exact (all of it), seeded (an older state), zero."
+        self._hits = make(Counter, "hits", starts, "start")
         self._matched = make(Counter, "matched_tokens", "Prompt tokens served from the cache.")
         self._replayed = make(Counter, "replayed_tokens", "Tokens replayed to rebuild recurrent states.")
         self._shrunk = make(Counter, "shrunk_hits", "Hits whose boundary was made smaller, by reason.", "reason")
@@ -39,9 +42,13 @@ class Metrics:
         # Known from the start, so that what has not happened reads 0.
         for counter, labels in ((self._matched, {}), (self._replayed, {}), (self._lost, {}), (self._shrunk, SHRUNK)):
             counter.labels(**self._labels, **labels)
+        for kind in KINDS:
+            self._hits.labels(**self._labels, start=kind)
 
     def admitted(self, admission: Admission) -> None:
         self._requests.labels(**self._labels, kind=_kind(admission)).inc()
+        if admission.matched:
+            self._hits.labels(**self._labels, start=admission.start).inc()
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
@@ -58,7 +65,7 @@ class Metrics:
 
 def _kind(admission: Admission) -> str:
     if admission.anchored:
-        return "anchored"
+        return "anchored" if admission.start == EXACT else "seeded"
     return "replayed" if admission.replayed else "zero" if admission.matched else "cold"
 
 

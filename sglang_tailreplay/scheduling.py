@@ -22,6 +22,7 @@ from sglang_tailreplay.pass_anchors import Keep, positions_inside
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.replay.tail import tail_length
+from sglang_tailreplay.replay_rule import EXACT, ZERO, begin
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,7 @@ class Start(NamedTuple):
     rows: np.ndarray  # [k] int64, from there to the boundary
     anchor: int | None
     generation: int  # of what is computed on top
+    kind: str  # of replay_rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Admission:
     replayed: int
     shrunk_from: int | None  # the boundary that the tree had, if a tail that was not whole made it smaller
     anchored: bool = False  # the replay began at an anchor
+    start: str = ZERO  # how it began (replay_rule); says nothing of a miss
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -187,11 +190,12 @@ class Planner:
         node = self.cache.tree_core.node_by_id(req.last_node)
         start = self._start(node, m, k)
         k, rows.generation, rows.anchored = len(start.rows), start.generation, start.anchor is not None
+        rows.start_kind = start.kind
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
         shrunk = getattr(req, "tail_replay_shrunk", None)
-        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored))
+        self.on_admission(Admission(m, k, shrunk[0] if shrunk else None, rows.anchored, start.kind))
         if k == 0 and not rows.anchored:
             return None
         assert not (start.rows == NO_ROW).any(), f"request {req.rid}: the tail of a {m}-token hit lost its rows"
@@ -199,22 +203,29 @@ class Planner:
         return Hit(req.rid, req.mamba_pool_idx, start.rows, ids, start.anchor)
 
     def _start(self, node: UnifiedTreeNode, m: int, k: int) -> Start:
-        """Of a hit that ends with the node, at token m: the newest anchor within reach, else a tail of k from zero.
+        """Of a hit that ends with the node, at token m, with a tail of k: see replay_rule.
 
-        What the request computes inherits the error of what it builds on. A tail from zero adds its own unless it is
-        the whole prefix; an anchor adds none.
+        What the request computes inherits the error of what it builds on; an exact replay adds none of its own.
         """
-        if k > 0 and self.config.anchor_interval:
-            for position, anchor in self.cache.rows.anchors.before(node, m):
-                if position < m - max(k, REACH * self.config.anchor_interval):
-                    break
-                if self.saved is not None and not self.saved.whole(anchor.id):
-                    continue
-                tail = self.cache.rows.tail(node, m - position)
-                if not (tail.rows == NO_ROW).any():
-                    return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation))
-        tail = self._longest_tail(node, m, k)
-        return Start(tail.rows, None, tail.generation + (m > 0 and len(tail.rows) < m))
+        if k == 0 or not self.config.anchor_interval:
+            tail = self._longest_tail(node, m, k)
+            kind = EXACT if 0 < m == len(tail.rows) else ZERO
+            return Start(tail.rows, None, tail.generation + (m > 0 and kind == ZERO), kind)
+        anchors = {
+            position: anchor
+            for position, anchor in self.cache.rows.anchors.before(node, m)
+            if self.saved is None or self.saved.whole(anchor.id)
+        }
+        reach = max(k, REACH * self.config.anchor_interval)
+        chosen = begin(m, k, reach, anchors, lambda n: not (self.cache.rows.tail(node, n).rows == NO_ROW).any())
+        # A tail on top of an older state must not reach back to it.
+        longest = chosen.kind == ZERO
+        tail = self._longest_tail(node, m, k) if longest else self.cache.rows.tail(node, chosen.tail)
+        kind = EXACT if longest and len(tail.rows) == m else chosen.kind
+        if chosen.anchor is None:
+            return Start(tail.rows, None, tail.generation + (kind != EXACT), kind)
+        anchor = anchors[chosen.anchor]
+        return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation) + (kind != EXACT), kind)
 
     def _last_anchor(self, node: UnifiedTreeNode, m: int) -> int:
         if not self.config.anchor_interval:
@@ -307,7 +318,7 @@ def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     return Step(rows, prefill.hits, takes, prefill.keeps)
 
 
-def report(req: Req) -> dict[str, int]:
+def report(req: Req) -> dict[str, int | str]:
     """What an answer's meta_info tells, beside SGLang's own `cached_tokens`."""
     rows = getattr(req, "tail_replay", None)
     if rows is None or rows.boundary == rows.answer_generation == 0:
@@ -316,5 +327,6 @@ def report(req: Req) -> dict[str, int]:
         "tail_replay_matched": rows.boundary,
         "tail_replay_replayed": rows.replayed,
         "tail_replay_generation": rows.answer_generation,
+        **({"tail_replay_start": rows.start_kind} if rows.boundary else {}),
         **({"tail_replay_anchored": 1} if rows.anchored else {}),
     }

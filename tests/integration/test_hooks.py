@@ -340,10 +340,11 @@ def test_a_mixed_batch_carries_both_steps():
 
 def test_details_are_extended_only_where_there_are_some():
     rows = RequestRows()
-    rows.boundary, rows.replayed, rows.answer_generation = 9, 4, 1
+    rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
     hit = SimpleNamespace(tail_replay=rows)
     details = {"device": 9}
     added = {"tail_replay_matched": 9, "tail_replay_replayed": 4, "tail_replay_generation": 1}
+    added["tail_replay_start"] = "zero"
     assert hooks.add_details(details, None, hit) == {"device": 9, **added}
     assert details == {"device": 9}
     rows.anchored = True

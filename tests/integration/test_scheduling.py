@@ -301,7 +301,8 @@ def test_a_bad_ratio_that_came_past_the_check_does_not_end_the_server(ratio, cap
 def test_an_answer_tells_what_was_matched_and_replayed():
     p, hit, cold = planner(generation=1), request(40, 5), request(0, 5)
     p.plan_extend([hit, cold])
-    assert report(hit) == {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
+    said = {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
+    assert report(hit) == {**said, "tail_replay_start": "zero"}
     assert report(cold) == {}
     assert report(SimpleNamespace()) == {}
 
@@ -331,14 +332,27 @@ def test_a_replay_begins_at_the_newest_anchor():
     (hit,) = plan.plan_extend([request(40, 4)]).hits
     assert hit.anchor == 5 and len(hit.rows) == len(hit.token_ids) == 7
     assert hit.token_ids.tolist() == [7 + i for i in range(33, 40)]
-    assert plan.admissions[0] == Admission(40, 7, None, anchored=True)
+    assert plan.admissions[0] == Admission(40, 7, None, anchored=True, start="exact")
 
 
 @pytest.mark.parametrize("position, reached", [(8, True), (7, False)])
 def test_an_anchor_two_intervals_away_is_reached(position, reached):
-    (hit,) = anchored({position: Anchor(1, 0)}).plan_extend([request(40, 4)]).hits
-    assert (hit.anchor == 1) == reached
-    assert len(hit.rows) == (32 if reached else 10)
+    req = request(40, 4)
+    (hit,) = anchored({position: Anchor(1, 0)}).plan_extend([req]).hits
+    assert hit.anchor == 1 and len(hit.rows) == (32 if reached else 10)
+    assert (req.tail_replay.start_kind, req.tail_replay.generation) == (("exact", 0) if reached else ("seeded", 1))
+
+
+def test_a_tail_on_an_older_state_is_not_made_longer():
+    """Where it costs nothing a tail is rounded up, but it must not reach back to the state that it is put on."""
+    plan = anchored({6: Anchor(1, 2)})
+    plan.rounded = lambda k: 64
+    req = request(60, 4)
+    (hit,) = plan.plan_extend([req]).hits
+    assert (hit.anchor, len(hit.rows)) == (1, 15)
+    assert req.tail_replay.generation == 3
+    (hit,) = anchored(ratio=1.0).plan_extend([request(60, 4)]).hits
+    assert (hit.anchor, len(hit.rows)) == (None, 60)
 
 
 def test_a_long_tail_reaches_as_far_as_it_is():

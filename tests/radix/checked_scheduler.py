@@ -33,6 +33,7 @@ from sglang_tailreplay.radix.component import TailReplayComponent
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
+from sglang_tailreplay.replay_rule import EXACT, SEEDED, ZERO
 from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, Take, mix, report
 
 KV_SLOTS = 96
@@ -378,15 +379,20 @@ class CheckedScheduler:
             hit = hits.pop(req.rid, None)
             assert (hit is not None) == (k > 0)
             path = self.path(req, m)
-            if hit is not None and hit.anchor is not None:
+            if hit is not None and admission.start == EXACT:
                 reach = max(k, REACH * self.planner.config.anchor_interval)
                 k = admission.replayed
                 assert k <= reach, "replayed too much"
-                assert self.saved[hit.anchor] == path[m - k - 1], "an anchor is the state of another prefix"
+                assert hit.anchor is not None or k == m, "neither all of the prefix nor from an anchor"
+                assert hit.anchor is None or self.saved[hit.anchor] == path[m - k - 1], "of another prefix"
+            elif hit is not None and hit.anchor is not None:
+                assert self.saved[hit.anchor] in path[: m - k], "a seed lies in its tail or is of another prefix"
             assert (admission.matched, admission.replayed) == (m, k)
             assert admission.anchored == (hit is not None and hit.anchor is not None)
+            inexact = SEEDED if admission.anchored else ZERO
+            assert admission.start == inexact or k == m or admission.anchored, "it says that it is exact"
             assert report(req).get("tail_replay_matched", 0) == m
-            self._start_account(req, m, k, admission.anchored)
+            self._start_account(req, m, admission.start == EXACT)
             if hit is not None:
                 assert hit.slot == req.mamba_pool_idx
                 assert hit.token_ids.tolist() == self.accounts[req.rid].tokens[m - k : m]
@@ -394,10 +400,10 @@ class CheckedScheduler:
                 assert not set(hit.rows.tolist()) & set(step.rows.tolist()), "a row of a tail was given away"
         assert not hits
 
-    def _start_account(self, req: Req, m: int, k: int, anchored: bool) -> None:
+    def _start_account(self, req: Req, m: int, exact: bool) -> None:
         account = self.accounts[req.rid]
         behind = max((self.truth[prefix].generation for prefix in self.path(req, m)), default=0)
-        account.generation = behind + (0 < m and k < m and not anchored)
+        account.generation = behind + (0 < m and not exact)
         assert not account.own_rows
         assert req.tail_replay.generation >= account.generation
 

@@ -4,6 +4,7 @@ import pytest
 from checked_scheduler import CheckedScheduler, finish, serve
 
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.scheduling import report
 
 
 def scheduler(
@@ -61,16 +62,17 @@ def test_a_hit_begins_at_the_newest_anchor_before_it(m, anchor):
 
 
 def test_what_is_built_on_an_exact_hit_is_exact_and_what_is_not_is_not():
-    server = scheduler(interval=20)
-    serve(server, TEXT[:25])  # one pass: an anchor at 25
+    server = scheduler(interval=4)
+    serve(server, TEXT[:25])  # one pass: an anchor at 25; reach is 8
     assert admitted(server, TEXT[:10] + [50] * 3)[2:] == (False, 1)
     assert admitted(server, TEXT[:25] + [60] * 3)[2:] == (True, 0)
-    assert admitted(server, TEXT[:10] + [50] * 3 + [51])[3] == 2, "approximate on approximate"
+    assert admitted(server, TEXT[:10] + [50] * 2 + [51])[3] == 2, "approximate on approximate"
+    assert admitted(server, TEXT[:8] + [70, 71]) == (8, 8, False, 0), "all of it is as good as a state"
 
 
 def test_a_state_behind_an_approximation_says_so():
-    server = scheduler(interval=20)
-    serve(server, TEXT[:10])
+    server = scheduler(interval=4)
+    serve(server, TEXT[:14])
     serve(server, TEXT[:10] + [50] * 30)  # behind a tail of 4: generation 1, with an anchor at 40
     assert admitted(server, TEXT[:10] + [50] * 30 + [7, 7]) == (40, 0, True, 1)
 
@@ -83,7 +85,14 @@ def test_the_reach_is_bounded():
     serve(server, TEXT[:6])  # an anchor at 6
     serve(server, TEXT)  # and at 30
     assert admitted(server, TEXT[:16] + [99, 98]) == (16, 10, True, 0)
-    assert admitted(server, TEXT[:17] + [99, 97]) == (17, 4, False, 1)
+    req = serve(server, TEXT[:17] + [99, 97])
+    assert report(req) == {
+        "tail_replay_matched": 17,
+        "tail_replay_replayed": 4,
+        "tail_replay_generation": 1,
+        "tail_replay_start": "seeded",  # the state at 6 is better than none
+        "tail_replay_anchored": 1,
+    }
 
 
 def test_rows_are_missing_behind_the_anchor():
