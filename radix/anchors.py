@@ -1,4 +1,4 @@
-"""Which tree node has which anchors: recurrent states saved on the host, at the ends of passes.
+"""Which tree node has which anchors: recurrent states saved on the host.
 
 An anchor refines the cached prefix that it lies in: with the rows behind it, the state at any later token can be
 rebuilt exactly. It moves with its node through splits and tiers and is freed with it. Pure bookkeeping; nodes are
@@ -7,7 +7,7 @@ SGLang's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,15 +48,24 @@ class NodeAnchors:
                 yield begin + offset, self.of(node)[offset]
             node, end = node.parent, begin
 
-    def alloc(self) -> int | None:
-        """A place for an anchor. In a full store that of the node used longest ago; None in a store without places."""
-        if self.pool.free_rows == 0 and self._holders:
-            node = min(self._holders.values(), key=lambda node: node.last_access_time)
-            anchors = dict(self.of(node))
-            self.free({0: anchors.pop(min(anchors))})
-            self._set(node, anchors)
+    def alloc(self, spared: Collection[int] = ()) -> int | None:
+        """A place for an anchor. In a full store that of the node used longest ago, but none that is `spared`: a hit is
+        about to begin there. None if there is none to be had."""
+        if self.pool.free_rows == 0:
+            self._evict_one(spared)
         ids = self.pool.alloc(1)
         return int(ids[0]) if len(ids) else None
+
+    def _evict_one(self, spared: Collection[int]) -> None:
+        def offsets(node: UnifiedTreeNode) -> list[int]:
+            return [offset for offset, anchor in self.of(node).items() if anchor.id not in spared]
+
+        nodes = [node for node in self._holders.values() if not spared or offsets(node)]
+        if nodes:
+            node = min(nodes, key=lambda node: node.last_access_time)
+            anchors = dict(self.of(node))
+            self.free({0: anchors.pop(min(offsets(node)))})
+            self._set(node, anchors)
 
     def free(self, anchors: Mapping[int, Anchor]) -> None:
         self.pool.free(np.array([anchor.id for anchor in anchors.values()], dtype=np.int64))

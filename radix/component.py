@@ -56,6 +56,8 @@ class TailReplayComponent(MambaComponent):
         self.anchors = NodeAnchors(self.component_type, RowPool(0))
         self._holders: dict[int, UnifiedTreeNode] = {}
         self._requests: weakref.WeakSet[RequestRows] = weakref.WeakSet()
+        # (request, number of its tokens that the tree is going to get), while its state slot is still its own
+        self.before_finish: Callable[[Req, int], None] = lambda req, tokens: None
         self._orphans: deque[RequestRows] = deque()  # rows of requests that the garbage collector took
 
     # ---- rows of running requests ----
@@ -217,6 +219,8 @@ class TailReplayComponent(MambaComponent):
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
         insert_params.tail_replay = getattr(req, "tail_replay", None)
+        if is_finished and insert_params.tail_replay is not None:
+            self.before_finish(req, token_ids_len)
         return None
 
     def update_component_on_insert_overlap(

@@ -97,13 +97,14 @@ class RequestRows:
     """The rows of the tokens [start, end) of a running request that the tree does not own yet.
 
     Also carries its anchors by position, the `generation` of what it computes, and what the answer reports: `boundary`
-    (matched tokens), `replayed`, whether the replay began at an anchor, and `answer_generation`, the highest generation
-    behind any token of the answer: a retracted request may start over on better ground than its first tokens had.
+    (matched tokens), `replayed`, whether the replay began at an anchor, `start_kind` (exact, seeded or zero), and
+    `answer_generation`, the highest generation behind any token of the answer: a retracted request may start over on
+    better ground than its first tokens had.
     """
 
     __slots__ = (
         *("start", "_ids", "_len", "generation", "answer_generation", "boundary", "replayed"),
-        *("anchored", "anchors", "last_anchor", "__weakref__"),
+        *("anchored", "start_kind", "anchors", "last_anchor", "__weakref__"),
     )
 
     def __init__(self, start: int = 0):
@@ -113,6 +114,7 @@ class RequestRows:
         self.boundary = 0
         self.replayed = 0
         self.anchored = False
+        self.start_kind = ""
         self.anchors: dict[int, Anchor] = {}
         self.last_anchor = 0  # position of the newest anchor at or before its end, whoever owns it; 0: none
         self.restart(start)

@@ -1,6 +1,6 @@
 """Anchors: recurrent states of all GDN layers, saved in pinned host memory.
 
-    forward lane   pass that ends at a position | states gathered |  ...
+    forward lane   pass that ends at a position | states gathered |  ...        (inside a pass: layer by layer)
     copy lane                                                     | states out | ... | states in
     replay lane                                                       wait states in | into the slots | tails
 """
@@ -12,8 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from sglang_tailreplay.anchor_codec import Stored, decode, encode, stored
 from sglang_tailreplay.cuda_streams.lanes import Event, Lanes, keep
 from sglang_tailreplay.cuda_streams.pinned import PinningError, pinned_empty
 from sglang_tailreplay.errors import TailReplayError
@@ -31,9 +33,15 @@ class Fetched(NamedTuple):
     ready: Event
 
 
-def state_bytes(parts: Sequence[Tensor]) -> int:
-    """Bytes of one request's states; parts are [layers, slots, ...]."""
-    return sum(part[:, 0].numel() * part.dtype.itemsize for part in parts)
+def _kept(parts: Sequence[Tensor], dtype: str) -> list[Stored]:
+    """What is kept of one request's states: of the windows all, of the recurrent states, the last part, a code."""
+    whole = [Stored((part.shape[0], *part.shape[2:]), part.dtype) for part in parts]
+    return [*whole[:-1], *stored(dtype, *whole[-1])]
+
+
+def anchor_bytes(parts: Sequence[Tensor], dtype: str) -> int:
+    """Bytes of one request's states on the host; parts are [layers, slots, ...]."""
+    return sum(kept.bytes for kept in _kept(parts, dtype))
 
 
 def choose_anchors(bytes_each: int, kv_slots: int, interval: int, free_bytes: int, anchor_gb: float | None) -> int:
@@ -54,28 +62,83 @@ def choose_anchors(bytes_each: int, kv_slots: int, interval: int, free_bytes: in
 
 
 class AnchorStore:
-    """Moves states between SGLang's pool and the host. The pool's dtypes are kept: an anchor is exact."""
+    """Moves states between SGLang's pool and the host, where recurrent states are kept as `dtype` says."""
 
-    def __init__(self, mamba_pool: Any, capacity: int, lanes: Lanes):
+    def __init__(self, mamba_pool: Any, capacity: int, lanes: Lanes, dtype: str = "fp32"):
         self.capacity = capacity
+        self.dtype = dtype
         self._lanes = lanes
         cache = mamba_pool.mamba_cache
         self._pool: tuple[Tensor, ...] = (*cache.conv, cache.temporal)  # [layers, slots, ...] each
-        size = capacity * state_bytes(self._pool) / GIB
-        logger.info("tail_replay: anchor store of %.2f GiB on the host for %d states", size, capacity)
+        size = capacity * anchor_bytes(self._pool, dtype) / GIB
+        logger.info("tail_replay: anchor store of %.2f GiB on the host for %d states in %s", size, capacity, dtype)
         try:
             self._buffers = [
-                pinned_empty((capacity, part.shape[0], *part.shape[2:]), part.dtype) for part in self._pool
+                pinned_empty((capacity, *kept.shape), kept.dtype) for kept in _kept(self._pool, dtype)
             ]
         except PinningError as error:
             raise TailReplayError(f"--tail-replay-anchor-gb: {error}") from error
         self._host = [buffer.tensor for buffer in self._buffers]
+        self._next: list[Take] = []
+        self._saved = np.zeros(capacity, dtype=np.int64)  # layers of each place that were sent to it
+
+    @property
+    def window(self) -> int:
+        """Tokens of a convolution's window, W-1."""
+        return self._pool[0].shape[-1]
+
+    @property
+    def _layers(self) -> int:
+        return self._pool[0].shape[0]
+
+    def forget(self, anchor: int) -> None:
+        """The place was given to a state that is not there yet; what it was to get before, it does not get any more."""
+        self._saved[anchor] = 0
+        self._next = [take for take in self._next if take.anchor != anchor]
+
+    def whole(self, anchor: int) -> bool:
+        """Whether all of the state that the place was given to is there, or on its way before any later `fetch`."""
+        return bool(self._saved[anchor] == self._layers)
+
+    def keep(self, layer: int, states: Sequence[Tensor], anchors: Sequence[int]) -> None:
+        """Save one layer's part of states, one tensor [n, ...] per part of the pool, made on the current stream.
+
+        `layer` is its index in the pool. The host does not wait.
+        """
+        parts = self._encode(states)
+        copy = self._lanes.copy
+        with copy.after(self._lanes.mark_current("states gathered")):
+            copy.reads(*parts)
+            copy.writes(*self._host)
+            for part, host in zip(parts, self._host, strict=True):
+                for i, anchor in enumerate(anchors):
+                    host[anchor, layer].copy_(part[i], non_blocking=True)
+        self._saved[list(anchors)] += 1
+
+    def _encode(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor [n, ...] per part of the pool, as they are kept: new memory."""
+        *windows, state = states
+        pools = self._pool
+        kept = [window.to(pool.dtype) for window, pool in zip(windows, pools, strict=False)]
+        return [part.contiguous() for part in (*kept, *encode(self.dtype, state, pools[-1].dtype))]
+
+    def take_next(self, take: Take) -> None:
+        """Save the state in a slot when the next pass begins. Nobody changes it until then: a free slot is cleared by
+        the pass that uses it next. Whatever is fetched for that pass is fetched later."""
+        self._next.append(take)
+        self._saved[take.anchor] = self._layers
+
+    def pass_begins(self) -> None:
+        """On the forward stream, before a pass changes any slot."""
+        if self._next:
+            takes, self._next = self._next, []
+            self.take(takes)
 
     def take(self, takes: Sequence[Take]) -> None:
         """Save the states in the slots as they are on the current stream now. The host does not wait."""
         slots = torch.stack([take.slot for take in takes]).to(torch.int64)
         # The next pass on this stream changes the slots; the copies are its own.
-        copies = [part.index_select(1, slots).transpose(0, 1).contiguous() for part in self._pool]
+        copies = self._encode([part.index_select(1, slots).transpose(0, 1) for part in self._pool])
         copy = self._lanes.copy
         with copy.after(self._lanes.mark_current("states gathered")):
             copy.reads(*copies)
@@ -83,9 +146,11 @@ class AnchorStore:
             for part, host in zip(copies, self._host, strict=True):
                 for i, take in enumerate(takes):
                     host[take.anchor].copy_(part[i], non_blocking=True)
+        self._saved[[take.anchor for take in takes]] = self._layers
 
     def fetch(self, anchors: Sequence[int]) -> Fetched:
-        """Bring states to the device, on the copy lane: after every `take` that was asked for before."""
+        """Bring whole states to the device, on the copy lane: after every save that was asked for before."""
+        assert all(self.whole(anchor) for anchor in anchors), f"states that are not whole: {anchors}"
         copy, device = self._lanes.copy, self._pool[0].device
         with copy.after():
             copy.reads(*self._host)
@@ -99,8 +164,10 @@ class AnchorStore:
 
     def restore(self, fetched: Fetched, slots: Tensor) -> None:
         """Put fetched states into the slots [n] on the replay lane, the current one, which waits for them."""
+        windows = len(self._pool) - 1
         self._lanes.current_waits(fetched.ready)
         self._lanes.replay.reads(*fetched.parts)
         self._lanes.replay.writes(*self._pool)
-        for part, pool in zip(fetched.parts, self._pool, strict=True):
+        state = decode(self.dtype, fetched.parts[windows:], self._pool[-1].dtype)
+        for part, pool in zip((*fetched.parts[:windows], state), self._pool, strict=True):
             pool.index_copy_(1, slots.to(torch.int64), part.transpose(0, 1))

@@ -16,6 +16,7 @@ from sglang_tailreplay.errors import TailReplayError
 BACKEND = "tail_replay"
 ENVIRONMENT = "SGLANG_TAILREPLAY"
 MODES = ("replay", "zero", "off")
+ANCHOR_DTYPES = ("fp32", "bf16", "int8")
 SWITCHES = ("overlap", "skip", "graphs", "self_check")  # on, unless their flag --tail-replay-no-... is given
 CONV_WIDTH = 4  # a shorter tail could not even fill the convolution window of the first replayed layer
 
@@ -63,7 +64,8 @@ class TailReplayConfig:
     max_tokens: int | None = None  # k_max: never replay more
     host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
     row_dtype: str = "auto"  # of stored rows: auto is the model's; fp8 and int8 take half of bfloat16's memory
-    anchor_interval: int = 0  # save a state on the host about every so many tokens, at ends of passes; 0: none
+    anchor_interval: int = 0  # save a state on the host about every so many tokens; 0: none
+    anchor_dtype: str = "fp32"  # of recurrent states on the host: fp32 (as the pool has them), bf16 or int8
     anchor_gb: float | None = None  # size of the anchor store; None: one per interval, at most 1/8 of the free memory
     overlap: bool = True  # replay and copies on their own streams; off: one after the other (ablation)
     skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
@@ -85,6 +87,8 @@ class TailReplayConfig:
         if self.max_generation is not None:
             _check_count("max_generation", self.max_generation, 0)
         _check_fraction("verify_fraction", self.verify_fraction)
+        if self.anchor_dtype not in ANCHOR_DTYPES:
+            raise _refuse("anchor_dtype", self.anchor_dtype, f"must be one of {', '.join(ANCHOR_DTYPES)}")
         for key in ("host_gb", "anchor_gb"):
             _check_size(key, getattr(self, key))
         for key in SWITCHES:
@@ -127,7 +131,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("max_tokens", type=int, help="replay at most this many tokens (default: no limit)")
     add("host_gb", type=float, help="GiB of host memory for rows (default: fits all KV slots, at most half of free)")
     add("row_dtype", choices=ROW_DTYPES, help="of stored rows: auto (default: the model's), fp8, int8 (half as large)")
-    add("anchor_interval", type=int, help="save a state every so many tokens, at ends of passes (default 0: none)")
+    add("anchor_interval", type=int, help="save a state about every so many tokens (default 0: none)")
+    add("anchor_dtype", choices=ANCHOR_DTYPES, help="how states are kept on the host (default fp32: as they are)")
     add("anchor_gb", type=float, help="GiB of host memory for states (default: one per interval, at most 1/8 of free)")
     add("max_generation", type=int, help="reuse nothing with more approximate replays behind it (default: no limit)")
     add("verify_fraction", type=float, help="share of hits to check against a cold prefill when idle (default 0)")

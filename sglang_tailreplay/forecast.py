@@ -65,7 +65,7 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
     if settings.mode == "replay" and token.rows:
         room = host_free - host * token.kv
         if settings.anchor_interval:
-            each = memory_plan.state_slot_bytes(shape, number)
+            each = memory_plan.anchor_bytes(shape, number, settings.anchor_dtype)
             count = choose_anchors(each, planned.kv_slots + host, settings.anchor_interval, room, settings.anchor_gb)
             room -= count * each
             memory.append(("saved states on the host", f"{gib(count * each)}: {count:,} anchors of {gib(each)}"))

@@ -7,8 +7,9 @@ whatever that is; it serves machines without CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -50,6 +51,12 @@ class Core(Protocol):
     def state(self, layer: RadixLinearAttention, qkv: Tensor, b: Tensor, a: Tensor, segments: Segments) -> None:
         """Writes the same states."""
 
+    def attend_and_keep(
+        self, layer: RadixLinearAttention, qkv: Tensor, b: Tensor, a: Tensor, segments: Segments, chunks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """o [1, T, HV, V] before norm and gate, and the recurrent states [n, HV, V, K] float32 before the chunks [n]
+        int64 of the launch (numbers in `segments.chunks`). Writes the same states, too."""
+
 
 def make_core(model_runner: ModelRunner) -> Core:
     cuda = torch.device(model_runner.device).type == "cuda"
@@ -73,6 +80,11 @@ class KernelCore:
         """o [T, HV, V]; zero for tokens of no segment."""
         return self._delta_rule(layer, *self._prepare(layer, qkv, b, a, segments, queries=True), segments)
 
+    def attend_and_keep(self, layer, qkv, b, a, segments, chunks):
+        kept: list[Tensor] = []
+        inputs = self._prepare(layer, qkv, b, a, segments, queries=True)
+        return self._delta_rule(layer, *inputs, segments, keep=lambda h: kept.append(h[chunks]))[None], kept[0]
+
     def state(self, layer, qkv, b, a, segments):
         self._delta_rule(layer, *self._prepare(layer, qkv, b, a, segments, queries=False), segments)
 
@@ -86,8 +98,12 @@ class KernelCore:
         g, beta = gates(b, a, layer.A_log, layer.dt_bias, segments, getattr(layer, "beta_scale", 1.0))
         return q, k, v, g, beta
 
-    def _delta_rule(self, layer, q, k, v, g, beta, segments) -> Tensor | None:
-        """o [T, HV, V], or None without q. k [T, H, K], v [T, HV, V], g summed up within chunks and beta [1, T, HV]."""
+    def _delta_rule(
+        self, layer, q, k, v, g, beta, segments, keep: Callable[[Tensor], None] | None = None
+    ) -> Tensor | None:
+        """o [T, HV, V], or None without q. k [T, H, K], v [T, HV, V], g summed up within chunks and beta [1, T, HV].
+
+        `keep` is shown the state before every chunk, [NC, HV, V, K] float32."""
         from sglang.kernels.ops.attention.fla.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
         k, v = k[None], v[None]
@@ -95,14 +111,19 @@ class KernelCore:
             k=k, v=v, g=g, beta=beta, cu_seqlens=segments.cu, chunk_size=CHUNK, chunk_indices=segments.chunks
         )
         states = self._pool.mamba2_layer_cache(layer.layer_id).temporal
-        h, u = _chunk_states(k, w, u, g, states, segments)
+        h, u = _chunk_states(k, w, u, g, states, segments, k.dtype if keep is None else torch.float32)
+        if keep is not None:
+            keep(h[0])
+            h = h.to(k.dtype)
         return _chunk_outputs(q[None], k, u, h, g, segments)[0] if q is not None else None
 
 
 def _chunk_states(
-    k: Tensor, w: Tensor, u: Tensor, g: Tensor, states: Tensor, segments: Segments
+    k: Tensor, w: Tensor, u: Tensor, g: Tensor, states: Tensor, segments: Segments, h_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The state before every chunk [1, NC, HV, V, K] and the corrected values [1, T, HV, V]; updates states in place.
+
+    The kernel goes on with its own float32 state and rounds only what it writes to h.
 
     SGLang's chunk_gated_delta_rule_fwd_h would ask the device for the chunk offsets.
     """
@@ -111,7 +132,7 @@ def _chunk_states(
 
     (_, T, H, K), (HV, V), NC = k.shape, u.shape[2:], len(segments.chunks)
     assert states[0].is_contiguous()
-    h, corrected = k.new_empty(1, NC, HV, V, K), torch.empty_like(u)
+    h, corrected = k.new_empty(1, NC, HV, V, K, dtype=h_dtype), torch.empty_like(u)
     N = len(segments.slots)
     chunk_gated_delta_rule_fwd_kernel_h_blockdim64[lambda meta: (triton.cdiv(V, meta["BV"]), N * HV)](
         k=k, v=u, w=w, v_new=corrected, g=g, gk=None, h=h,
@@ -147,6 +168,23 @@ class BackendCore:
 
     def __init__(self, model_runner: ModelRunner):
         self._backend = compat.gdn_backend_class(model_runner.model_config)(model_runner)
+        self._h: Tensor | None = None  # of the last pass: the state before every chunk [1, NC, HV, V, K]
+        self._dispatch = self._backend.kernel_dispatcher.extend
+
+    def attend_and_keep(self, layer, qkv, b, a, segments, chunks):
+        self._backend.kernel_dispatcher.extend = self._extend_and_note
+        try:
+            o = self._extend(layer, qkv, b, a, segments)
+        finally:
+            del self._backend.kernel_dispatcher.extend
+        h, self._h = self._h, None
+        assert h is not None, "SGLang's kernel for this machine gives no states inside a pass"
+        return o, h[0][chunks]
+
+    def _extend_and_note(self, *args: Any, **kwargs: Any) -> tuple:
+        result = self._dispatch(*args, **kwargs)
+        self._h = result[2]
+        return result
 
     def output(self, layer, norm, qkv, z, b, a, segments):
         o = self._extend(layer, qkv, b, a, segments)

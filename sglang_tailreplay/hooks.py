@@ -141,7 +141,7 @@ def forward(original: Callable, model_runner: Any, forward_batch: Any, *args: An
     """Around ModelRunner.forward: what the pass computes for its tokens is stored."""
     state = runtime.current()
     step = getattr(forward_batch, _STEP, None)
-    state.forward_begins(step)
+    state.forward_begins(step, forward_batch)
     try:
         output = original(model_runner, forward_batch, *args, **kwargs)
     except BaseException:
@@ -167,11 +167,15 @@ def capture_layer(original: Callable, layer: Any, *args: Any, **kwargs: Any) -> 
 def attend_in_graph(
     original: Callable, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around a GDN layer's attention: in a prefill graph it is captured instead of breaking the graph."""
+    """Around a GDN layer's attention: in a prefill graph it is captured instead of breaking the graph.
+
+    In a pass that is to save states inside of it, it runs where they can be had."""
     state = runtime.current()
     graphs = state.prefill_graphs
     if graphs is None or not compat.in_prefill_graph():
         state.states_wanted()
+        if state.pass_anchors is not None and state.pass_anchors.active:
+            return state.pass_anchors.attend(layer, mixed_qkv, a, b)
         return original(layer, forward_batch, mixed_qkv, a, b, *args, **kwargs)
     return graphs.attend(layer, mixed_qkv, a, b)
 
@@ -183,8 +187,9 @@ def prefill_graph_capture(graph_runner: Any, size: int, *args: Any, **kwargs: An
 
 
 def prefill_graph_fits(original: Callable, graph_runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> bool:
-    graphs = runtime.current().prefill_graphs
-    fits = graphs is None or graphs.fits(forward_batch)
+    state = runtime.current()
+    saves = state.pass_anchors is not None and state.pass_anchors.active  # states that no graph gives away
+    fits = not saves and (state.prefill_graphs is None or state.prefill_graphs.fits(forward_batch))
     return fits and original(graph_runner, forward_batch, *args, **kwargs)
 
 

@@ -58,9 +58,15 @@ def token_bytes(shape: Shape, number: NumberBytes) -> Token:
 
 def state_slot_bytes(shape: Shape, number: NumberBytes) -> int:
     """Conv and recurrent states of one request, all GDN layers."""
+    return anchor_bytes(shape, number, "fp32")
+
+
+def anchor_bytes(shape: Shape, number: NumberBytes, dtype: str) -> int:
+    """The same on the host, its recurrent part kept as `dtype` says: int8 has a scale per head and key channel."""
     keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
     layers = sum(len(group.layers) for group in shape.groups)
-    recurrent = values * shape.key_dim * number.state
+    scales = shape.value_heads * shape.key_dim * 4 if dtype == "int8" else 0
+    recurrent = values * shape.key_dim * {"fp32": number.state, "bf16": 2, "int8": 1}[dtype] + scales
     return layers * (recurrent + (shape.conv_width - 1) * (2 * keys + values) * number.conv)
 
 

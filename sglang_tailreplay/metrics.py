@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
+from sglang_tailreplay.replay_rule import EXACT, KINDS
 from sglang_tailreplay.scheduling import Admission
 from sglang_tailreplay.verification import Agreement
 
@@ -31,6 +32,8 @@ class Metrics:
             return kind(f"sglang:tail_replay_{name}", text, ["model_name", *labels], **options)
 
         self._requests = make(Counter, "requests", "Requests that got their first prefill, by kind.", "kind")
+        starts = "Hits, by what their states were rebuilt from: exact (all of it), seeded (an older state), zero."
+        self._hits = make(Counter, "hits", starts, "start")
         self._matched = make(Counter, "matched_tokens", "Prompt tokens served from the cache.")
         self._replayed = make(Counter, "replayed_tokens", "Tokens replayed to rebuild recurrent states.")
         self._shrunk = make(Counter, "shrunk_hits", "Hits whose boundary was made smaller, by reason.", "reason")
@@ -49,9 +52,13 @@ class Metrics:
         plain = (self._matched, self._replayed, self._lost, self._verified, self._agreeing, self._unverified, self._kl)
         for metric, labels in (*((metric, {}) for metric in plain), *shrunk):
             metric.labels(**self._labels, **labels)
+        for kind in KINDS:
+            self._hits.labels(**self._labels, start=kind)
 
     def admitted(self, admission: Admission) -> None:
         self._requests.labels(**self._labels, kind=_kind(admission)).inc()
+        if admission.matched:
+            self._hits.labels(**self._labels, start=admission.start).inc()
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:
@@ -76,7 +83,7 @@ class Metrics:
 
 def _kind(admission: Admission) -> str:
     if admission.anchored:
-        return "anchored"
+        return "anchored" if admission.start == EXACT else "seeded"
     return "replayed" if admission.replayed else "zero" if admission.matched else "cold"
 
 

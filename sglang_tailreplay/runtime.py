@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_tailreplay import adapters, compat, self_check
-from sglang_tailreplay.anchor_store import AnchorStore, choose_anchors, state_bytes
+from sglang_tailreplay.anchor_store import AnchorStore, anchor_bytes, choose_anchors
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.cold_prefill import ColdPrefill
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.cpu import stand_in_active
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
@@ -27,6 +28,7 @@ from sglang_tailreplay.cuda_streams.row_codec import make_codec
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
+from sglang_tailreplay.pass_anchors import PassAnchors
 from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
@@ -69,6 +71,7 @@ class Runtime:
         self._store: RowStore | None = None
         self._mover: RowMover | None = None
         self.anchors: AnchorStore | None = None
+        self.pass_anchors: PassAnchors | None = None
         self._lanes: Lanes | None = None
         self._gates: tuple[Gate, ...] = ()
         self._replayer: Replayer | None = None
@@ -102,7 +105,7 @@ class Runtime:
         self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device, shape.codec)
         if anchors:
-            self.anchors = AnchorStore(model_runner.req_to_token_pool.mamba_pool, anchors, self._lanes)
+            self._make_anchors(anchors, device)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
@@ -114,6 +117,15 @@ class Runtime:
         except ValueError as error:
             raise TailReplayError(f"--tail-replay-row-dtype: {error}; leave it out") from None
         return RowShape(model.row_groups, model.hidden_size, dtype, codec)
+
+    def _make_anchors(self, count: int, device: torch.device) -> None:
+        pool = self._model_runner.req_to_token_pool
+        store = AnchorStore(pool.mamba_pool, count, self._lanes, self.config.anchor_dtype)
+        self.anchors = self.planner.saved = store
+        if device.type == "cuda" or stand_in_active():
+            self.pass_anchors = PassAnchors(make_core(self._model_runner), pool, self.anchors, device)
+            # A pass that fits a graph runs in it, and only its end is saved: alone, each layer costs the host more.
+            self.planner.keeps_beyond = compat.largest_prefill_graph(self._model_runner)
 
     def _make_prefill_graphs(self, device: torch.device) -> PrefillGraphs | None:
         tokens = compat.largest_prefill_graph(self._model_runner)
@@ -144,7 +156,7 @@ class Runtime:
         if interval == 0:
             return 0, free_bytes
         cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-        each = state_bytes((*cache.conv, cache.temporal))
+        each = anchor_bytes((*cache.conv, cache.temporal), self.config.anchor_dtype)
         count = choose_anchors(each, kv_slots, interval, free_bytes, self.config.anchor_gb)
         return count, free_bytes - count * each
 
@@ -220,10 +232,14 @@ class Runtime:
 
     # ---- every batch ----
 
-    def forward_begins(self, step: Step | None) -> None:
+    def forward_begins(self, step: Step | None, forward_batch: Any) -> None:
         self._passes += 1
         if self.capture is not None:
             self.capture.begin(step.rows if step is not None else None)
+        if self.anchors is not None:
+            self.anchors.pass_begins()
+        if step is not None and step.keeps:
+            self.pass_anchors.begin(forward_batch, step.keeps)
 
     def sink_for(self, layer: int) -> Sink | None:
         return self.capture.sink_for(layer) if self.capture is not None else None
@@ -231,6 +247,8 @@ class Runtime:
     def forward_abandoned(self) -> None:
         if self.capture is not None:
             self.capture.abandon()
+        if self.pass_anchors is not None:
+            self.pass_anchors.abandon()
         self.states_wanted()  # the slots may get other owners, behind the replay that still writes them
 
     def states_wanted(self, behind_gates: bool = False) -> None:
@@ -241,6 +259,8 @@ class Runtime:
     def forward_ended(self, ran_graph: bool, step: Step | None) -> None:
         if self.capture is not None:
             self.capture.end(ran_graph)
+        if self.pass_anchors is not None:
+            self.pass_anchors.end()
         if step is not None and step.takes:
             self.anchors.take(step.takes)
         late = self._replayer is not None and self._replayer.pending

@@ -13,15 +13,18 @@ import dataclasses
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.pass_anchors import Keep, positions_inside
 from sglang_tailreplay.radix.boundary import ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
+from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.replay.tail import tail_length
+from sglang_tailreplay.replay_rule import EXACT, ZERO, begin
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
 REACH = 2  # intervals that a replay from an anchor may span, if a tail from zero would be shorter
+END_SHARE = 4  # at a request's end, where its next turn begins, an anchor may lie so many times nearer than an interval
 _CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
 
@@ -46,6 +50,19 @@ class Hit:
     rows: np.ndarray  # [k] int64: the rows of the tail; k may be 0 with an anchor
     token_ids: np.ndarray  # [k] int64: the tokens of the tail, for the group that starts from the embedding
     anchor: int | None = None  # where in the anchor store the state before the tail is; None: zero
+
+
+class Saved(Protocol):
+    """What becomes of places for anchors (AnchorStore)."""
+
+    def forget(self, anchor: int) -> None:
+        """The place was given to a state that is not there yet."""
+
+    def whole(self, anchor: int) -> bool:
+        """Whether the state that it was given to is there."""
+
+    def take_next(self, take: Take) -> None:
+        """Save the state in a slot before the next pass runs; nobody changes it until then."""
 
 
 class Take(NamedTuple):
@@ -61,6 +78,7 @@ class Start(NamedTuple):
     rows: np.ndarray  # [k] int64, from there to the boundary
     anchor: int | None
     generation: int  # of what is computed on top
+    kind: str  # of replay_rule
 
 
 class Sample(NamedTuple):
@@ -78,6 +96,7 @@ class Step:
     hits: tuple[Hit, ...] = ()
     takes: tuple[Take, ...] = ()
     samples: tuple[Sample, ...] = ()
+    keeps: tuple[Keep, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +107,7 @@ class Admission:
     replayed: int
     shrunk_from: int | None  # the boundary that the tree had, if it was made smaller
     anchored: bool = False  # the replay began at an anchor
+    start: str = ZERO  # how it began (replay_rule); says nothing of a miss
     shrunk_by: str = ROWS_MISSING  # or GENERATION, if it was
 
 
@@ -149,6 +169,11 @@ class Planner:
         # Tokens that a tail of this many may have at no more cost: replays run in graphs of fixed sizes.
         self.rounded: Callable[[int], int] = lambda k: k
         self.is_sampled: Callable[[], bool] = lambda: False  # whether the hit at hand is to be verified
+        # Prefill passes over more tokens than this save states inside of them, too; None: no pass does.
+        self.keeps_beyond: int | None = None
+        self.chunk = CHUNK  # tokens; such states exist at its multiples
+        self._begun: frozenset[int] = frozenset()  # anchors of the last prefill's hits: it may not be launched yet
+        self.saved: Saved | None = None  # None: every anchor is there as soon as it has a place
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
@@ -156,6 +181,7 @@ class Planner:
         cache.may_reuse = may_reuse
         cache.tail_length_of = self.tail_length_of
         cache.max_generation = self.config.max_generation
+        cache.rows.before_finish = self.before_finish
 
     @property
     def _needs_tails(self) -> bool:
@@ -173,10 +199,13 @@ class Planner:
         if any(map(is_internal, reqs)):
             return Step(no_rows(sum(req.extend_range.length for req in reqs)))
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
+        self._begun = frozenset(hit.anchor for hit in hits if hit.anchor is not None)
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
+        ids = np.concatenate(rows) if rows else no_rows(0)
+        keeps = self._keeps(reqs, len(ids))
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
-        return Step(np.concatenate(rows) if rows else no_rows(0), tuple(hits), takes, _samples(reqs))
+        return Step(ids, tuple(hits), takes, _samples(reqs), keeps)
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -189,12 +218,13 @@ class Planner:
         node = self.cache.tree_core.node_by_id(req.last_node)
         start = self._start(node, m, k)
         k, rows.generation, rows.anchored = len(start.rows), start.generation, start.anchor is not None
+        rows.start_kind = start.kind
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
         shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
         why = (shrunk.reason,) if shrunk else ()
-        self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, *why))
+        self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, start.kind, *why))
         req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None
@@ -203,20 +233,29 @@ class Planner:
         return Hit(req.rid, req.mamba_pool_idx, start.rows, ids, start.anchor)
 
     def _start(self, node: UnifiedTreeNode, m: int, k: int) -> Start:
-        """Of a hit that ends with the node, at token m: the newest anchor within reach, else a tail of k from zero.
+        """Of a hit that ends with the node, at token m, with a tail of k: see replay_rule.
 
-        What the request computes inherits the error of what it builds on. A tail from zero adds its own unless it is
-        the whole prefix; an anchor adds none.
+        What the request computes inherits the error of what it builds on; an exact replay adds none of its own.
         """
-        if k > 0 and self.config.anchor_interval:
-            for position, anchor in self.cache.rows.anchors.before(node, m):
-                if position < m - max(k, REACH * self.config.anchor_interval):
-                    break
-                tail = self.cache.rows.tail(node, m - position)
-                if not (tail.rows == NO_ROW).any():
-                    return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation))
-        tail = self._longest_tail(node, m, k)
-        return Start(tail.rows, None, tail.generation + (m > 0 and len(tail.rows) < m))
+        if k == 0 or not self.config.anchor_interval:
+            tail = self._longest_tail(node, m, k)
+            kind = EXACT if 0 < m == len(tail.rows) else ZERO
+            return Start(tail.rows, None, tail.generation + (m > 0 and kind == ZERO), kind)
+        anchors = {
+            position: anchor
+            for position, anchor in self.cache.rows.anchors.before(node, m)
+            if self.saved is None or self.saved.whole(anchor.id)
+        }
+        reach = max(k, REACH * self.config.anchor_interval)
+        chosen = begin(m, k, reach, anchors, lambda n: not (self.cache.rows.tail(node, n).rows == NO_ROW).any())
+        # A tail on top of an older state must not reach back to it.
+        longest = chosen.kind == ZERO
+        tail = self._longest_tail(node, m, k) if longest else self.cache.rows.tail(node, chosen.tail)
+        kind = EXACT if longest and len(tail.rows) == m else chosen.kind
+        if chosen.anchor is None:
+            return Start(tail.rows, None, tail.generation + (kind != EXACT), kind)
+        anchor = anchors[chosen.anchor]
+        return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation) + (kind != EXACT), kind)
 
     def _last_anchor(self, node: UnifiedTreeNode, m: int) -> int:
         if not self.config.anchor_interval:
@@ -230,12 +269,45 @@ class Planner:
             rows = self.cache.rows.track(req)
             if position - rows.last_anchor < self.config.anchor_interval or not has_plain_tokens(req):
                 continue
-            place = self.cache.rows.anchors.alloc()
+            place = self._place(rows, position)
             if place is not None:
-                rows.anchors[position] = Anchor(place, rows.generation)
-                rows.last_anchor = position
                 takes.append(Take(req.mamba_pool_idx, place))
         return tuple(takes)
+
+    def before_finish(self, req: Req, position: int) -> None:
+        """Called before the tree gets the first `position` tokens of a finished request, which still has its slot."""
+        interval, rows = self.config.anchor_interval, self.cache.rows.track(req)
+        # With overlap scheduling a pass more may have run than the tree is told of: the state is then of other tokens.
+        if not interval or self.saved is None or rows.end != position or not has_plain_tokens(req):
+            return
+        if (position - rows.last_anchor) * END_SHARE >= interval and position > rows.last_anchor:
+            place = self._place(rows, position)
+            if place is not None:
+                self.saved.take_next(Take(req.mamba_pool_idx, place))
+
+    def _keeps(self, reqs: Sequence[Req], tokens: int) -> tuple[Keep, ...]:
+        """Anchors inside a prefill pass over that many tokens."""
+        if not self.config.anchor_interval or self.keeps_beyond is None or tokens <= self.keeps_beyond:
+            return ()
+        keeps = []
+        for i, req in enumerate(reqs):
+            rows, begin = self.cache.rows.track(req), len(req.prefix_indices)
+            end = begin + req.extend_range.length if has_plain_tokens(req) else begin
+            for position in positions_inside(begin, end, rows.last_anchor, self.config.anchor_interval, self.chunk):
+                place = self._place(rows, position)
+                if place is not None:
+                    keeps.append(Keep(i, (position - begin) // self.chunk, place))
+        return tuple(keeps)
+
+    def _place(self, rows: RequestRows, position: int) -> int | None:
+        """A place for the request's state after `position` tokens; None in a store without places."""
+        place = self.cache.rows.anchors.alloc(self._begun)
+        if place is not None:
+            rows.anchors[position] = Anchor(place, rows.generation)
+            rows.last_anchor = position
+            if self.saved is not None:
+                self.saved.forget(place)
+        return place
 
     def _longest_tail(self, node: UnifiedTreeNode, m: int, k: int) -> Tail:
         """The tail of k tokens, or a longer one that costs the same, if its rows are there."""
@@ -284,10 +356,10 @@ def mix(prefill: Step | None, decode: Step | None) -> Step | None:
     if prefill is None or decode is None:
         return prefill
     rows, takes = np.concatenate((prefill.rows, decode.rows)), prefill.takes + decode.takes
-    return Step(rows, prefill.hits, takes, prefill.samples)
+    return Step(rows, prefill.hits, takes, prefill.samples, prefill.keeps)
 
 
-def report(req: Req) -> dict[str, int]:
+def report(req: Req) -> dict[str, int | str]:
     """What an answer's meta_info tells, beside SGLang's own `cached_tokens`."""
     rows = getattr(req, "tail_replay", None)
     if rows is None or rows.boundary == rows.answer_generation == 0:
@@ -296,5 +368,6 @@ def report(req: Req) -> dict[str, int]:
         "tail_replay_matched": rows.boundary,
         "tail_replay_replayed": rows.replayed,
         "tail_replay_generation": rows.answer_generation,
+        **({"tail_replay_start": rows.start_kind} if rows.boundary else {}),
         **({"tail_replay_anchored": 1} if rows.anchored else {}),
     }

@@ -8,6 +8,7 @@ state.
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,11 @@ import numpy as np
 import torch
 
 from sglang_tailreplay import compat
+from sglang_tailreplay.anchor_codec import LOSS
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.radix.rows import NO_ROW
+from sglang_tailreplay.pass_anchors import Keep
+from sglang_tailreplay.radix.rows import NO_ROW, Anchor
+from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.scheduling import Hit, Take
 
 if TYPE_CHECKING:
@@ -31,36 +35,53 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 @torch.no_grad()
 def run(scheduler: Any, runtime: Runtime) -> float:
     """Largest relative error of a layer's recurrent state. TailReplayError if it is beyond rounding."""
+    error = _check(scheduler, runtime, None)
+    place = scheduler.tree_cache.rows.anchors.alloc() if runtime.pass_anchors is not None else None
+    if place is not None:
+        runtime.anchors.forget(place)
+        try:
+            _check(scheduler, runtime, place)
+        finally:
+            scheduler.tree_cache.rows.anchors.free({0: Anchor(place, 0)})
+    return error
+
+
+def _check(scheduler: Any, runtime: Runtime, place: int | None) -> float:
+    """Prefill, decode, replay and compare; with a place for an anchor, the state after CHUNK tokens is saved there by
+    the prefill and the replay begins at it."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     model_runner = scheduler.tp_worker.model_runner
     req = _request(scheduler)
-    tokens = _prefill_and_decode(scheduler, req)
+    tokens = _prefill_and_decode(scheduler, req, place)
     try:
-        rows = req.tail_replay.ids.copy()
+        rows, begin = req.tail_replay.ids.copy(), 0 if place is None else CHUNK
         if (rows == NO_ROW).any():
             raise TailReplayError("tail_replay: the row store is too small for a request; raise --tail-replay-host-gb")
         pool, slot = scheduler.req_to_token_pool.mamba_pool, int(req.mamba_pool_idx)
         states = pool.mamba_cache.temporal  # [layers, slots, HV, V, K]
         expected = states[:, slot].clone()
         pool.clear_slots(req.mamba_pool_idx.unsqueeze(0))
-        runtime.replay((Hit(req.rid, req.mamba_pool_idx, rows, tokens),))
+        runtime.replay((Hit(req.rid, req.mamba_pool_idx, rows[begin:], tokens[begin:], place),))
         runtime.states_wanted()
         error = _relative_error(states[:, slot], expected)
-        if runtime.anchors is not None:
+        if runtime.anchors is not None and place is None:
             _check_anchor(runtime, req, states[:, slot])
     finally:
         release_kv_cache(req, scheduler.tree_cache, is_insert=False)
     # SGLang keeps windows of the convolution in bfloat16 unless told otherwise, and decoding reads them.
     dtypes = (model_runner.dtype, states.dtype, *(conv.dtype for conv in pool.mamba_cache.conv))
     bound = max(BOUNDS[dtype] for dtype in dtypes)
+    if place is not None:
+        bound = max(bound, LOSS[runtime.anchors.dtype])
     if runtime.config.row_dtype != "auto":
         _check_quantised(error, runtime.config.row_dtype)
         return error
     if not error <= bound:  # NaN fails too
+        way_out = "--tail-replay-mode off" if place is None else "no --tail-replay-anchor-interval"
         raise TailReplayError(
-            f"tail_replay: self-check failed: a replayed state is off by {error:.2e} of its size, rounding explains "
-            f"{bound:.0e}. Answers after a hit would be wrong; use --tail-replay-mode off and report this."
+            f"tail_replay: self-check failed: a state replayed from token {begin} is off by {error:.2e} of its size, "
+            f"rounding explains {bound:.0e}. Answers after a hit would be wrong; use {way_out} and report this."
         )
     return error
 
@@ -82,7 +103,7 @@ def _check_anchor(runtime: Runtime, req: Any, states: torch.Tensor) -> None:
     nothing = np.empty(0, dtype=np.int64)
     runtime.replay((Hit(req.rid, req.mamba_pool_idx, nothing, nothing, anchor=0),))
     runtime.states_wanted()
-    if not torch.equal(states, expected):
+    if not _relative_error(states, expected) <= LOSS[runtime.anchors.dtype]:
         raise TailReplayError(
             "tail_replay: self-check failed: a state that was saved on the host came back changed. Leave "
             "--tail-replay-anchor-interval out and report this."
@@ -95,11 +116,13 @@ def _request(scheduler: Any) -> Any:
     return compat.internal_request(scheduler, "tail-replay-self-check", ids, DECODED_TOKENS)
 
 
-def _prefill_and_decode(scheduler: Any, req: Any) -> np.ndarray:
+def _prefill_and_decode(scheduler: Any, req: Any, place: int | None) -> np.ndarray:
     """Run req without the scheduler's loop; returns the tokens whose states its slot now holds."""
     req.init_next_round_input(scheduler.tree_cache)
     req.set_extend_range(0, PROMPT_TOKENS)
     batch = compat.extend_batch(scheduler, req)
+    if place is not None:
+        batch.tail_replay_step = dataclasses.replace(batch.tail_replay_step, keeps=(Keep(0, 1, place),), takes=())
     tokens = list(req.origin_input_ids)
     for _ in range(DECODED_TOKENS):
         next_token = compat.forward(scheduler, batch).argmax(-1)

@@ -14,6 +14,8 @@ head sizes. The state pools are SGLang's: conv [slots, C, W-1], recurrent [slots
 
 import torch
 
+from sglang_tailreplay.replay.segments import CHUNK
+
 PADDING_SLOT = -1
 
 
@@ -166,7 +168,9 @@ def causal_conv1d_update_cpu(
 # Gated delta rule ----------------------------------------------------------------------------------------------------
 
 
-def delta_rule(q, k, v, g, beta, states, starts: list[int], slots: list[int], normalize: bool) -> torch.Tensor:
+def delta_rule(
+    q, k, v, g, beta, states, starts: list[int], slots: list[int], normalize: bool, chunk_states: list | None = None
+) -> torch.Tensor:
     """N sequences side by side, each one token after the other: q, k [T, H, K], v [T, HV, V], g, beta [T, HV].
 
     Per token and head, in float32 and with S [V, K]:
@@ -174,7 +178,8 @@ def delta_rule(q, k, v, g, beta, states, starts: list[int], slots: list[int], no
         S' = exp(g) S       d = v - S' k       S = S' + d (beta k)^T       out = K**-0.5 * S q
 
     Sequence i has rows [starts[i], starts[i+1]) and slot slots[i] of the pool `states` [slots, HV, V, K], updated
-    in place; a negative slot is padding. Returns out [T, HV, V] float32, zero for padding.
+    in place; a negative slot is padding. Returns out [T, HV, V] float32, zero for padding. To `chunk_states` goes the
+    state [HV, V, K] float32 before every CHUNK tokens of every sequence, zero for padding.
     """
     q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
     if normalize:
@@ -195,9 +200,13 @@ def delta_rule(q, k, v, g, beta, states, starts: list[int], slots: list[int], no
     targets, outputs = targets.unbind(), residuals.unbind()
     for start, end, slot in zip(starts, starts[1:], slots, strict=False):
         if slot < 0 or start == end:
+            if chunk_states is not None:
+                chunk_states += [torch.zeros(states.shape[1:])] * -(-(end - start) // CHUNK)
             continue
         state = states[slot].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for t in range(start, end):
+            if chunk_states is not None and (t - start) % CHUNK == 0:
+                chunk_states.append(state.clone())
             state.mul_(decays[t])
             torch.baddbmm(targets[t], state, columns[t], alpha=-1, out=outputs[t])
             state.baddbmm_(d[t], rows[t])
@@ -219,15 +228,16 @@ def chunk_gated_delta_rule_cpu(
 ):
     """Prefill: q, k [1, T, H, K], v [1, T, HV, V], g, beta [1, T, HV]. Updates the pool `initial_state` in place.
 
-    Returns (out [1, T, HV, V], None, None): the final states lie in the pool, and no states inside a prefill are kept
-    (only SGLang's extra_buffer strategy reads those, and SGLang refuses that on a CPU).
+    Returns (out [1, T, HV, V], None, h [1, NC, HV, V, K]) as SGLang's kernel for a GPU does: the final states lie in
+    the pool, h has the state before every chunk of CHUNK tokens of every sequence, in float32.
     """
     if head_first:
         raise NotImplementedError("head_first=True is not supported by the CPU reference kernels")
     inputs = (x[0] for x in (q, k, v, g, beta))
     starts, slots = cu_seqlens.tolist(), initial_state_indices.tolist()
-    out = delta_rule(*inputs, initial_state, starts, slots, use_qk_l2norm_in_kernel)
-    return out.to(v.dtype).unsqueeze(0), None, None
+    h: list[torch.Tensor] = []
+    out = delta_rule(*inputs, initial_state, starts, slots, use_qk_l2norm_in_kernel, h)
+    return out.to(v.dtype).unsqueeze(0), None, torch.stack(h).unsqueeze(0) if h else None
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(

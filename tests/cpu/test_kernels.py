@@ -171,6 +171,24 @@ def test_a_row_does_not_depend_on_its_prefill_batch():
     assert_same_bits(together[0], alone[0])
 
 
+def test_the_states_inside_a_prefill_are_those_that_shorter_prefills_end_with():
+    """Two sequences of 130 and 64 tokens side by side, then padding: three chunks of the first, one of each other."""
+    layer = Layer(202)
+    q, k, v = layer.split(layer.x)
+    g, beta = kernels.fused_gdn_gating_cpu(layer.A_log, layer.a, layer.b, layer.dt_bias)
+    inputs, before = (q, k, v, g, beta), layer.state.clone()
+    bounds, slots = torch.tensor([0, 130, 194, 202]), torch.tensor([2, 0, kernels.PADDING_SLOT])
+    _, _, h = kernels.chunk_gated_delta_rule_cpu(*inputs, layer.state, bounds, slots)
+    assert h.shape == (1, 5, HEADS_V, V, K) and h.dtype == torch.float32
+    for chunk in range(3):
+        shorter = before.clone()
+        part = [x[:, : 64 * chunk] for x in inputs]
+        kernels.chunk_gated_delta_rule_cpu(*part, shorter, torch.tensor([0, 64 * chunk]), torch.tensor([2]))
+        assert_same_bits(h[0, chunk], shorter[2])
+    assert_same_bits(h[0, 3], before[0])
+    assert not h[0, 4].any()
+
+
 # Against other implementations ---------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_tailreplay.anchor_store import GIB, AnchorStore, choose_anchors, state_bytes
+from sglang_tailreplay.anchor_codec import LOSS
+from sglang_tailreplay.anchor_store import GIB, AnchorStore, anchor_bytes, choose_anchors
 from sglang_tailreplay.cuda_streams.recording import RaceError, RecordingLanes
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.replayer import Replayer
@@ -92,6 +93,53 @@ def test_a_forgotten_wait_is_a_race(machine, forgotten, monkeypatch):
         machine.restore([0], [4])
 
 
+def test_a_state_saved_layer_by_layer_is_whole_when_its_last_layer_was_sent(machine):
+    states = [torch.randn(2, LAYERS, *part.shape[2:]).to(part.dtype) for part in machine.parts]
+    machine.take((1, 3))
+    machine.store.forget(3)
+    machine.store.forget(0)
+    for layer in range(LAYERS):
+        assert not machine.store.whole(3) and not machine.store.whole(0)
+        with pytest.raises(AssertionError, match="not whole"):
+            machine.store.fetch([3])
+        parts = [part[:, layer].float() for part in states]
+        machine.lanes.forward.writes(*parts)
+        machine.store.keep(layer, parts, [3, 0])
+    assert machine.store.whole(3) and machine.store.whole(0)
+    machine.lanes.forward.writes(*machine.parts)
+    machine.restore([0, 3], [5, 2])
+    for part, saved in zip(machine.parts, states, strict=True):
+        assert torch.equal(part[:, 5], saved[1]) and torch.equal(part[:, 2], saved[0])
+
+
+def test_a_place_without_a_state_is_not_whole(machine):
+    assert not machine.store.whole(1)
+    machine.take((2, 1))
+    assert machine.store.whole(1) and not machine.store.whole(0)
+
+
+def test_a_state_to_be_saved_next_is_that_of_its_slot_before_the_pass(machine):
+    before = [part.clone() for part in machine.parts]
+    machine.store.take_next(Take(torch.tensor(4), 2))
+    assert machine.store.whole(2), "what is fetched for the next pass is fetched after it"
+    machine.store.pass_begins()
+    machine.change()
+    machine.store.pass_begins()
+    machine.restore([2], [5])
+    assert all(torch.equal(part[:, 5], old[:, 4]) for part, old in zip(machine.parts, before, strict=True))
+
+
+def test_a_place_that_was_given_to_another_state_does_not_get_the_one_before(machine):
+    """A finished request's anchor was evicted before the next pass, and the pass saves another state in its place."""
+    machine.store.take_next(Take(torch.tensor(4), 2))
+    machine.store.forget(2)
+    machine.store.pass_begins()
+    assert not machine.store.whole(2)
+    for layer in range(LAYERS):
+        machine.store.keep(layer, [part[:1, layer] for part in (p.transpose(0, 1) for p in machine.parts)], [2])
+    assert machine.store.whole(2)
+
+
 class Engine:
     """Notes what it is asked to replay."""
 
@@ -159,7 +207,28 @@ def test_without_any_tail_the_gates_open_when_the_states_are_there(machine, repl
 
 
 def test_state_bytes_count_every_layer_and_part(machine):
-    assert state_bytes(machine.parts) == LAYERS * (8 * 3 * 2 + 2 * 4 * 4 * 4)
+    window = 8 * 3 * 2
+    assert anchor_bytes(machine.parts, "fp32") == LAYERS * (window + 2 * 4 * 4 * 4)
+    assert anchor_bytes(machine.parts, "bf16") == LAYERS * (window + 2 * 4 * 4 * 2)
+    assert anchor_bytes(machine.parts, "int8") == LAYERS * (window + 2 * 4 * 4 + 2 * 4 * 4)
+    for dtype in ("fp32", "bf16", "int8"):
+        store = AnchorStore(machine.pool, PLACES, machine.lanes, dtype)
+        assert sum(host[0].nbytes for host in store._host) == anchor_bytes(machine.parts, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_state_kept_with_fewer_bits_is_off_by_no_more_than_is_said(machine, dtype):
+    machine.store = AnchorStore(machine.pool, PLACES, machine.lanes, dtype)
+    conv, temporal = (part.clone() for part in machine.parts)
+    machine.take((4, 2))
+    for layer in range(LAYERS):
+        machine.store.keep(layer, [conv[layer, [1]], temporal[layer, [1]]], [0])
+    machine.change()
+    machine.restore([2, 0], [5, 3])
+    for slot, source in ((5, 4), (3, 1)):
+        assert torch.equal(machine.parts[0][:, slot], conv[:, source]), "windows are small and kept as they are"
+        error = (machine.parts[1][:, slot] - temporal[:, source]).norm() / temporal[:, source].norm()
+        assert 0 < error <= LOSS[dtype]
 
 
 def test_the_store_holds_one_state_per_interval_within_its_budget():

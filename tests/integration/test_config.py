@@ -22,6 +22,7 @@ BAD = {
     "host_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "row_dtype": ["bf16", "", None, 8],
     "anchor_interval": [-1, 1.5, "64", None, True],
+    "anchor_dtype": ["fp16", "", None, 8],
     "anchor_gb": [0, -1, "8", True, [], float("nan"), float("inf")],
     "overlap": [0, 1, "true", None],
     "skip": [0, 1, "true", None],
@@ -79,7 +80,7 @@ def test_good_values_survive_the_round_trip(values):
 def test_nothing_given_means_the_defaults(environ):
     assert TailReplayConfig.from_environment(environ) == TailReplayConfig()
     assert TailReplayConfig() == TailReplayConfig(
-        *("replay", 0.05, 64, None, None, "auto", 0, None, True, True, True, True),
+        *("replay", 0.05, 64, None, None, "auto", 0, "fp32", None, True, True, True, True),
         max_generation=None,
         verify_fraction=0,
     )
@@ -124,12 +125,15 @@ def test_every_flag_reaches_its_key():
         *("--tail-replay-min-tokens", "8", "--tail-replay-max-tokens", "99", "--tail-replay-host-gb", "1.5"),
         *("--tail-replay-row-dtype", "int8"),
         *("--tail-replay-anchor-interval", "512", "--tail-replay-anchor-gb", "2.5"),
+        *("--tail-replay-anchor-dtype", "int8"),
         *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
         *("--tail-replay-no-self-check", "--port", "1"),
         *("--tail-replay-max-generation", "3", "--tail-replay-verify-fraction", "0.25"),
     )
     assert config == TailReplayConfig(
-        *("zero", 0.5, 8, 99, 1.5, "int8", 512, 2.5, False, False, False, False), max_generation=3, verify_fraction=0.25
+        *("zero", 0.5, 8, 99, 1.5, "int8", 512, "int8", 2.5, False, False, False, False),
+        max_generation=3,
+        verify_fraction=0.25,
     )
     assert rest == ["--model-path", "m", "--port", "1", "--radix-cache-backend", "tail_replay"]
 

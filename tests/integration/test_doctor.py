@@ -80,6 +80,9 @@ def test_saved_states_take_their_part_of_the_host(sandbox):
     memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))
     assert memory["saved states on the host"] == "9.98 GiB: 208 anchors of 49.12 MiB"
     assert "of 290.02 GiB free" in memory["rows on the host"]
+    int8 = ["--tail-replay-anchor-dtype", "int8"]
+    small = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags, *int8])["sections"]["memory"]))
+    assert small["saved states on the host"].endswith("anchors of 13.50 MiB")
 
 
 def test_sizes_that_a_configuration_leaves_out_are_its_models_defaults(sandbox, tmp_path):

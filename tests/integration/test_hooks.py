@@ -228,6 +228,7 @@ class FakeRuntime:
     def __init__(self):
         self.calls = []
         self.sink = None
+        self.pass_anchors = None
 
     def __getattr__(self, name):
         return lambda *args: self.calls.append((name, *args))
@@ -277,7 +278,7 @@ def test_a_pass_begins_and_ends(state):
     output = SimpleNamespace(can_run_graph=True)
     assert hooks.forward(lambda runner, batch: output, None, forward_batch) is output
     passed = forward_batch.tail_replay_step
-    assert state.calls == [("forward_begins", passed), ("forward_ended", True, passed)]
+    assert state.calls == [("forward_begins", passed, forward_batch), ("forward_ended", True, passed)]
 
 
 def test_a_pass_that_fails_is_abandoned(state):
@@ -339,10 +340,11 @@ def test_a_mixed_batch_carries_both_steps():
 
 def test_details_are_extended_only_where_there_are_some():
     rows = RequestRows()
-    rows.boundary, rows.replayed, rows.answer_generation = 9, 4, 1
+    rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
     hit = SimpleNamespace(tail_replay=rows)
     details = {"device": 9}
     added = {"tail_replay_matched": 9, "tail_replay_replayed": 4, "tail_replay_generation": 1}
+    added["tail_replay_start"] = "zero"
     assert hooks.add_details(details, None, hit) == {"device": 9, **added}
     assert details == {"device": 9}
     rows.anchored = True
@@ -446,6 +448,23 @@ def test_sglang_decides_what_runs_in_a_graph(state, graphs, sglang, expected):
 def test_but_a_pass_of_too_many_requests_does_not(state):
     state.prefill_graphs = FakeGraphs(fits=False)
     assert hooks.prefill_graph_fits(lambda runner, batch: True, None, "batch") is False
+
+
+class FakePassAnchors:
+    active = True
+
+    def attend(self, *args):
+        return ("saved", *args)
+
+
+def test_a_pass_that_saves_states_inside_of_it_runs_where_they_can_be_had(state, monkeypatch):
+    state.prefill_graphs, state.pass_anchors = FakeGraphs(), FakePassAnchors()
+    assert hooks.prefill_graph_fits(lambda runner, batch: True, None, "batch") is False
+    monkeypatch.setattr(compat, "in_prefill_graph", lambda: False)
+    assert attend("layer") == ("saved", "layer", "qkv", "a", "b")
+    assert state.calls == [("states_wanted",)]
+    state.pass_anchors.active = False
+    assert attend("layer")[0] == "eager"
 
 
 def test_a_graph_is_told_its_pass_before_it_runs(state):

@@ -49,6 +49,7 @@ def test_names_types_and_labels(registry):
                 labels.setdefault((family.type, sample.name), set()).update(sample.labels)
     assert labels == {
         ("counter", "sglang:tail_replay_requests_total"): {"model_name", "kind"},
+        ("counter", "sglang:tail_replay_hits_total"): {"model_name", "start"},
         ("counter", "sglang:tail_replay_matched_tokens_total"): {"model_name"},
         ("counter", "sglang:tail_replay_replayed_tokens_total"): {"model_name"},
         ("counter", "sglang:tail_replay_shrunk_hits_total"): {"model_name", "reason"},
@@ -101,6 +102,25 @@ def test_verified_hits_count(registry):
     found = samples(registry)
     assert [found[key(f"{name}_hits_total")] for name in ("verified", "agreeing", "unverified")] == [2, 1, 3]
     assert found[key("verified_kl_sum")] == 4.02 and found[key("verified_kl_bucket", le="0.03")] == 1
+
+
+@pytest.mark.parametrize(
+    "admission, kind",
+    [
+        (Admission(40, 3, None, True, "exact"), "anchored"),
+        (Admission(40, 40, None, False, "exact"), "replayed"),
+        (Admission(40, 10, None, True, "seeded"), "seeded"),
+        (Admission(40, 10, None, False, "zero"), "replayed"),
+        (Admission(0, 0, None), "cold"),
+    ],
+)
+def test_hits_are_counted_by_what_they_began_at(admission, kind, registry):
+    metrics = Metrics("m")
+    metrics.admitted(admission)
+    found = samples(registry)
+    assert found[key("requests_total", kind=kind)] == 1
+    counts = {start: found[key("hits_total", start=start)] for start in ("exact", "seeded", "zero")}
+    assert counts == {start: int(admission.matched > 0 and start == admission.start) for start in counts}
 
 
 def test_rows_are_what_was_said_last(registry):

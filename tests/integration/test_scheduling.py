@@ -9,6 +9,7 @@ import torch
 
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.pass_anchors import Keep
 from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
 from sglang_tailreplay.scheduling import (
@@ -310,7 +311,8 @@ def test_a_bad_ratio_that_came_past_the_check_does_not_end_the_server(ratio, cap
 def test_an_answer_tells_what_was_matched_and_replayed():
     p, hit, cold = planner(generation=1), request(40, 5), request(0, 5)
     p.plan_extend([hit, cold])
-    assert report(hit) == {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
+    said = {"tail_replay_matched": 40, "tail_replay_replayed": 10, "tail_replay_generation": 2}
+    assert report(hit) == {**said, "tail_replay_start": "zero"}
     assert report(cold) == {}
     assert report(SimpleNamespace()) == {}
 
@@ -324,7 +326,7 @@ class FakeAnchors:
     def before(self, node, m):
         return iter(sorted(((p, a) for p, a in self.anchors.items() if p <= m), reverse=True))
 
-    def alloc(self):
+    def alloc(self, spared=()):
         ids = self.pool.alloc(1)
         return int(ids[0]) if len(ids) else None
 
@@ -340,14 +342,27 @@ def test_a_replay_begins_at_the_newest_anchor():
     (hit,) = plan.plan_extend([request(40, 4)]).hits
     assert hit.anchor == 5 and len(hit.rows) == len(hit.token_ids) == 7
     assert hit.token_ids.tolist() == [7 + i for i in range(33, 40)]
-    assert plan.admissions[0] == Admission(40, 7, None, anchored=True)
+    assert plan.admissions[0] == Admission(40, 7, None, anchored=True, start="exact")
 
 
 @pytest.mark.parametrize("position, reached", [(8, True), (7, False)])
 def test_an_anchor_two_intervals_away_is_reached(position, reached):
-    (hit,) = anchored({position: Anchor(1, 0)}).plan_extend([request(40, 4)]).hits
-    assert (hit.anchor == 1) == reached
-    assert len(hit.rows) == (32 if reached else 10)
+    req = request(40, 4)
+    (hit,) = anchored({position: Anchor(1, 0)}).plan_extend([req]).hits
+    assert hit.anchor == 1 and len(hit.rows) == (32 if reached else 10)
+    assert (req.tail_replay.start_kind, req.tail_replay.generation) == (("exact", 0) if reached else ("seeded", 1))
+
+
+def test_a_tail_on_an_older_state_is_not_made_longer():
+    """Where it costs nothing a tail is rounded up, but it must not reach back to the state that it is put on."""
+    plan = anchored({6: Anchor(1, 2)})
+    plan.rounded = lambda k: 64
+    req = request(60, 4)
+    (hit,) = plan.plan_extend([req]).hits
+    assert (hit.anchor, len(hit.rows)) == (1, 15)
+    assert req.tail_replay.generation == 3
+    (hit,) = anchored(ratio=1.0).plan_extend([request(60, 4)]).hits
+    assert (hit.anchor, len(hit.rows)) == (None, 60)
 
 
 def test_a_long_tail_reaches_as_far_as_it_is():
@@ -368,6 +383,88 @@ def test_states_are_taken_an_interval_apart():
     step = plan.plan_extend(reqs)
     assert [take.anchor for take in step.takes] == [0, 1]
     assert [list(req.tail_replay.anchors) for req in reqs] == [[], [16], [40]]
+
+
+class Store:
+    """Which anchors are there."""
+
+    def __init__(self):
+        self.there = set()
+
+    def forget(self, anchor):
+        self.there.discard(anchor)
+
+    def whole(self, anchor):
+        return anchor in self.there
+
+
+def test_a_state_that_is_not_whole_is_never_begun_at():
+    plan = anchored({20: Anchor(3, 0), 33: Anchor(5, 0)})
+    plan.saved = Store()
+    plan.saved.there = {3, 5}
+    assert plan.plan_extend([request(40, 1)]).hits[0].anchor == 5
+    plan.saved.forget(5)
+    (hit,) = plan.plan_extend([request(40, 1)]).hits
+    assert (hit.anchor, len(hit.rows)) == (3, 20)
+    plan.saved.forget(3)
+    (hit,) = plan.plan_extend([request(40, 1)]).hits
+    assert (hit.anchor, len(hit.rows)) == (None, 10)
+
+
+def test_a_place_given_to_a_new_state_is_not_whole():
+    plan = anchored(places=1)
+    plan.saved = Store()
+    plan.saved.there = {0}
+    assert plan.plan_extend([request(0, 40)]).takes[0].anchor == 0
+    assert not plan.saved.whole(0)
+
+
+def test_states_inside_a_pass_lie_at_chunks_from_where_the_request_begins():
+    plan = anchored(places=20)
+    plan.keeps_beyond = 0
+    reqs = [request(0, 200), request(10, 75), request(0, 15)]
+    step = plan.plan_extend(reqs)
+    assert step.keeps == (Keep(0, 1, 0), Keep(0, 2, 1), Keep(0, 3, 2), Keep(1, 1, 3))
+    assert [sorted(req.tail_replay.anchors) for req in reqs] == [[64, 128, 192], [74], []]
+    assert step.takes == (), "the ends lie less than an interval behind them"
+
+
+def test_a_later_chunk_goes_on_where_the_last_one_ended():
+    plan = anchored(places=20)
+    plan.keeps_beyond = 0
+    req = request(0, 70)
+    assert plan.plan_extend([req]).keeps == (Keep(0, 1, 0),)
+    later = request(70, 70, fresh=False, tail_replay=req.tail_replay)
+    step = plan.plan_extend([later])
+    assert step.keeps == (Keep(0, 1, 1),) and not step.takes
+    assert sorted(req.tail_replay.anchors) == [64, 134]
+
+
+@pytest.mark.parametrize("beyond, inside", [(None, 0), (200, 0), (199, 3)])
+def test_only_passes_outside_of_graphs_save_states_inside(beyond, inside):
+    plan = anchored(places=20)
+    plan.keeps_beyond = beyond
+    step = plan.plan_extend([request(0, 200)])
+    assert (len(step.keeps), len(step.takes)) == (inside, 0 if inside else 1)
+
+
+def test_no_interval_nothing_inside():
+    plan = planner()
+    plan.keeps_beyond = 0
+    step = plan.plan_extend([request(0, 200)])
+    assert step.keeps == step.takes == ()
+
+
+def test_nothing_inside_of_what_is_more_than_tokens():
+    plan = anchored()
+    plan.keeps_beyond = 0
+    assert plan.plan_extend([request(0, 200, multimodal_inputs=object())]).keeps == ()
+
+
+def test_a_mixed_pass_saves_what_its_prefills_go_through():
+    keep = Keep(0, 1, 3)
+    mixed = mix(Step(no_rows(1), keeps=(keep,)), step(9))
+    assert mixed.keeps == (keep,)
 
 
 def test_a_full_store_takes_nothing():

@@ -34,13 +34,16 @@ from sglang_tailreplay.radix.component import TailReplayComponent
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
-from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, mix, report
+from sglang_tailreplay.replay_rule import EXACT, SEEDED, ZERO
+from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, Take, mix, report
 
 KV_SLOTS = 96
 MOST_REQUESTS = 4  # running at the same time; request slots and state slots
 CONTEXT = 128
 ROOT = 0  # number of the empty prefix
 UNWRITTEN = -1
+CHUNK = 4  # tokens; states inside a pass exist at its multiples
+KEEPS_BEYOND = 8  # tokens of a pass that has such states
 
 
 class Prefixes:
@@ -65,6 +68,22 @@ class Entry:
     has_row: bool
     generation: int  # replays behind its KV or row; the tree may say more, because it counts per node
     on_device: bool = True  # whether its KV is; otherwise it is on the host
+
+
+class _Saved:
+    """Which anchors are there; nothing is ever on its way, because a slot keeps its state until a pass changes it."""
+
+    def __init__(self, saved: np.ndarray, states: np.ndarray):
+        self._saved, self._states = saved, states
+
+    def take_next(self, take: Take) -> None:
+        self._saved[take.anchor] = self._states[int(take.slot)]
+
+    def forget(self, anchor: int) -> None:
+        self._saved[anchor] = UNWRITTEN
+
+    def whole(self, anchor: int) -> bool:
+        return self._saved[anchor] != UNWRITTEN
 
 
 @dataclasses.dataclass
@@ -102,6 +121,9 @@ class CheckedScheduler:
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
         self.store = np.full(rows, UNWRITTEN)
         self.saved = np.full(anchors, UNWRITTEN)  # anchor -> number of the prefix whose state it is
+        self.states = np.full(MOST_REQUESTS + 1, UNWRITTEN)  # state slot -> number of the prefix whose state it has
+        self.planner.saved, self.planner.chunk = _Saved(self.saved, self.states), CHUNK
+        self.planner.keeps_beyond = KEEPS_BEYOND if anchors else None
         # what should be
         self.prefixes = Prefixes()
         self.truth: dict[int, Entry] = {}
@@ -367,15 +389,20 @@ class CheckedScheduler:
             hit = hits.pop(req.rid, None)
             assert (hit is not None) == (k > 0)
             path = self.path(req, m)
-            if hit is not None and hit.anchor is not None:
+            if hit is not None and admission.start == EXACT:
                 reach = max(k, REACH * self.planner.config.anchor_interval)
                 k = admission.replayed
                 assert k <= reach, "replayed too much"
-                assert self.saved[hit.anchor] == path[m - k - 1], "an anchor is the state of another prefix"
+                assert hit.anchor is not None or k == m, "neither all of the prefix nor from an anchor"
+                assert hit.anchor is None or self.saved[hit.anchor] == path[m - k - 1], "of another prefix"
+            elif hit is not None and hit.anchor is not None:
+                assert self.saved[hit.anchor] in path[: m - k], "a seed lies in its tail or is of another prefix"
             assert (admission.matched, admission.replayed) == (m, k)
             assert admission.anchored == (hit is not None and hit.anchor is not None)
+            inexact = SEEDED if admission.anchored else ZERO
+            assert admission.start == inexact or k == m or admission.anchored, "it says that it is exact"
             assert report(req).get("tail_replay_matched", 0) == m
-            self._start_account(req, m, k, admission.anchored)
+            self._start_account(req, m, admission.start == EXACT)
             if hit is not None:
                 assert hit.slot == req.mamba_pool_idx
                 assert hit.token_ids.tolist() == self.accounts[req.rid].tokens[m - k : m]
@@ -383,12 +410,12 @@ class CheckedScheduler:
                 assert not set(hit.rows.tolist()) & set(step.rows.tolist()), "a row of a tail was given away"
         assert not hits
 
-    def _start_account(self, req: Req, m: int, k: int, anchored: bool) -> None:
+    def _start_account(self, req: Req, m: int, exact: bool) -> None:
         account = self.accounts[req.rid]
         behind = max((self.truth[prefix].generation for prefix in self.path(req, m)), default=0)
         most = self.planner.config.max_generation
         assert most is None or behind <= most, "a hit took tokens behind too many replays"
-        account.generation = behind + (0 < m and k < m and not anchored)
+        account.generation = behind + (0 < m and not exact)
         assert not account.own_rows
         assert req.tail_replay.generation >= account.generation
 
@@ -419,9 +446,19 @@ class CheckedScheduler:
         self.check()
 
     def _save(self, step: Step, pieces: list) -> None:
-        """The states in the slots when the pass has run."""
+        """The states in the slots when the pass has run, and those that it went through."""
+        assert not step.keeps or len(step.rows) > KEEPS_BEYOND
+        for keep in step.keeps:
+            req, begin, end = pieces[keep.request]
+            position = begin + keep.chunk * CHUNK
+            assert begin < position < end, "no state at the end of a pass, or of what another pass computes"
+            assert req.tail_replay.anchors[position].id == keep.anchor, "a state was saved for another position"
+            self.saved[keep.anchor] = self.path(req, position)[-1]
         ends = {int(req.mamba_pool_idx): (req, end) for req, _, end in pieces}
-        assert len({take.anchor for take in step.takes}) == len(step.takes)
+        for slot, (req, end) in ends.items():
+            self.states[slot] = self.path(req, end)[-1]
+        given = [take.anchor for take in step.takes] + [keep.anchor for keep in step.keeps]
+        assert len(set(given)) == len(given)
         for take in step.takes:
             req, end = ends[int(take.slot)]
             anchor = req.tail_replay.anchors.get(end)

@@ -4,11 +4,20 @@ import pytest
 from checked_scheduler import CheckedScheduler, finish, serve
 
 from sglang_tailreplay.config import TailReplayConfig
+from sglang_tailreplay.scheduling import report
 
 
-def scheduler(interval=8, anchors=9, rows=96, ratio=0.05, **config) -> CheckedScheduler:
+def scheduler(
+    interval=8, anchors=9, rows=96, ratio=0.05, inside=False, ends=False, overlap=False, **config
+) -> CheckedScheduler:
+    """`inside`: passes save states inside of them, too, as those outside of graphs do. `ends`: so do requests."""
     config = TailReplayConfig(ratio=ratio, min_tokens=4, anchor_interval=interval, **config)
-    return CheckedScheduler(config, rows, overlap=False, anchors=anchors)
+    server = CheckedScheduler(config, rows, overlap, anchors=anchors)
+    if not inside:
+        server.planner.keeps_beyond = None
+    if not ends:
+        server.cache.rows.before_finish = lambda req, tokens: None
+    return server
 
 
 def positions(server, tokens):
@@ -53,16 +62,17 @@ def test_a_hit_begins_at_the_newest_anchor_before_it(m, anchor):
 
 
 def test_what_is_built_on_an_exact_hit_is_exact_and_what_is_not_is_not():
-    server = scheduler(interval=20)
-    serve(server, TEXT[:25])  # one pass: an anchor at 25
+    server = scheduler(interval=4)
+    serve(server, TEXT[:25])  # one pass: an anchor at 25; reach is 8
     assert admitted(server, TEXT[:10] + [50] * 3)[2:] == (False, 1)
     assert admitted(server, TEXT[:25] + [60] * 3)[2:] == (True, 0)
-    assert admitted(server, TEXT[:10] + [50] * 3 + [51])[3] == 2, "approximate on approximate"
+    assert admitted(server, TEXT[:10] + [50] * 2 + [51])[3] == 2, "approximate on approximate"
+    assert admitted(server, TEXT[:8] + [70, 71]) == (8, 8, False, 0), "all of it is as good as a state"
 
 
 def test_a_state_behind_an_approximation_says_so():
-    server = scheduler(interval=20)
-    serve(server, TEXT[:10])
+    server = scheduler(interval=4)
+    serve(server, TEXT[:14])
     serve(server, TEXT[:10] + [50] * 30)  # behind a tail of 4: generation 1, with an anchor at 40
     assert admitted(server, TEXT[:10] + [50] * 30 + [7, 7]) == (40, 0, True, 1)
 
@@ -75,7 +85,14 @@ def test_the_reach_is_bounded():
     serve(server, TEXT[:6])  # an anchor at 6
     serve(server, TEXT)  # and at 30
     assert admitted(server, TEXT[:16] + [99, 98]) == (16, 10, True, 0)
-    assert admitted(server, TEXT[:17] + [99, 97]) == (17, 4, False, 1)
+    req = serve(server, TEXT[:17] + [99, 97])
+    assert report(req) == {
+        "tail_replay_matched": 17,
+        "tail_replay_replayed": 4,
+        "tail_replay_generation": 1,
+        "tail_replay_start": "seeded",  # the state at 6 is better than none
+        "tail_replay_anchored": 1,
+    }
 
 
 def test_rows_are_missing_behind_the_anchor():
@@ -154,3 +171,51 @@ def test_no_interval_no_anchors():
     serve(server, TEXT)
     assert positions(server, TEXT) == []
     assert admitted(server, TEXT[:20] + [99])[2] is False
+
+
+def test_a_pass_leaves_anchors_inside_of_it():
+    """Chunks of 4 in passes of more than 8 tokens; the positions count from where the request's part begins."""
+    server = scheduler(interval=8, inside=True)
+    serve(server, TEXT)
+    assert positions(server, TEXT) == [8, 16, 24]
+    again = TEXT[:17] + [60 + i for i in range(12)]
+    assert admitted(server, again + [99]) == (17, 1, True, 0)
+    assert positions(server, again) == [8, 16, 25]
+    assert admitted(server, again[:28] + [98]) == (28, 3, True, 0)
+
+
+def test_an_anchor_that_a_hit_begins_at_outlives_its_batch():
+    """A store of one place: the state that the hit needs may not be given away to what the same pass computes."""
+    server = scheduler(interval=8, anchors=1, inside=True)
+    serve(server, TEXT[:8])
+    assert admitted(server, TEXT[:8] + [50 + i for i in range(20)]) == (8, 0, True, 0)
+    assert positions(server, TEXT[:8]) == [8]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_leaves_an_anchor_at_its_end(overlap):
+    """Where the next turn begins. With overlap scheduling one pass more has run; its token is in the tree as well."""
+    server = scheduler(interval=20, ends=True, overlap=overlap)
+    server.arrive(TEXT[:25], 9)
+    server.prefill(64, lambda: 1)
+    while not server.idle:
+        server.decode(lambda: 1)
+    end = 34 if overlap else 33
+    history = (TEXT[:25] + [1] * 9)[:end]
+    assert positions(server, history) == [25, end]
+    assert admitted(server, history + [99, 98])[:3] == (end, 0, True)
+
+
+def test_an_end_too_near_to_the_last_anchor_saves_nothing():
+    server = scheduler(interval=20, ends=True)
+    serve(server, TEXT[:25], 4)
+    assert positions(server, TEXT[:25] + [1] * 3) == [25]
+
+
+def test_an_aborted_request_and_one_that_goes_back_to_the_queue_save_nothing_at_their_ends():
+    server = scheduler(interval=8, ends=True, inside=True)
+    server.arrive(TEXT[:6], 9)
+    server.prefill(64, lambda: 1)
+    server.decode(lambda: 1)
+    server.decode(lambda: 1, retract=1)
+    assert server.cache.rows.anchors.pool.used_rows == 0

@@ -4,11 +4,12 @@ The same server verifies every hit in idle time, which has exact and approximate
 nothing on approximate ones.
 """
 
+import random
 import time
 
 import pytest
 
-INTERVAL, CHUNK, PREFIX = 64, 256, 600
+INTERVAL, PREFIX = 128, 600  # passes of 256 tokens
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def anchored(serve_tiny):
 
 @pytest.fixture(scope="module")
 def prefix(anchored, prompt):
-    """A cached prompt with anchors at the ends of its chunks: 256, 512 and 600."""
+    """A cached prompt with anchors inside of its passes and at their ends: 128, 256, 384 and 512."""
     ids = prompt(PREFIX)
     anchored.generate(ids, 1)
     return ids
@@ -43,32 +44,67 @@ def check(anchored, cold, ids, boundary, anchor):
     assert answer.tokens == cold.generate(ids, 8).tokens
 
 
-@pytest.mark.parametrize("gap", [0, 1, 3, 64, 100, 2 * INTERVAL])
-def test_a_hit_behind_an_anchor_is_exact(anchored, cold, prompt, prefix, gap):
-    check(anchored, cold, leave(prompt, prefix, CHUNK + gap), CHUNK + gap, anchor=CHUNK)
+@pytest.mark.parametrize("gap", [0, 1, 3, 64, 100, 127])
+@pytest.mark.parametrize("anchor", [INTERVAL, 2 * INTERVAL])
+def test_a_hit_behind_an_anchor_is_exact(anchored, cold, prompt, prefix, anchor, gap):
+    check(anchored, cold, leave(prompt, prefix, anchor + gap), anchor + gap, anchor)
 
 
-def test_at_the_very_end_of_a_prompt(anchored, cold, prompt, prefix):
-    check(anchored, cold, prefix + prompt(5), PREFIX, anchor=PREFIX)
+def test_a_hit_at_any_token_is_exact(anchored, cold, prompt):
+    """Prompts of random lengths that leave each other at random tokens, so that passes begin anywhere."""
+    cuts = random.Random(5)
+    texts = [prompt(500)]
+    anchored.generate(texts[0], 1)
+    for _ in range(12):
+        cut = cuts.randrange(INTERVAL, 500)
+        text = leave(prompt, cuts.choice(texts)[:500], cut)
+        text = text + prompt(cuts.randrange(500 - len(text), 560 - len(text)))
+        answer = anchored.generate(text, 8)
+        assert answer.cached_tokens >= cut and answer.generation == 0
+        assert answer.tokens == cold.generate(text, 8).tokens, f"cut at {cut}"
+        texts.append(text)
 
 
-def test_without_an_anchor_in_reach_it_is_an_approximation(anchored, cold, prompt, prefix):
-    """And on this model it shows, or the tests above would show nothing."""
-    differs = 0
-    for boundary in (470, 480, 490, 500):
-        ids = leave(prompt, prefix, boundary)
-        answer = anchored.generate(ids, 8)
+def test_when_its_anchors_were_evicted_a_hit_is_an_approximation(anchored, cold, prompt):
+    """And on this model it shows, or the tests above would show nothing. The store has a place per 128 KV slots."""
+    ids, differs = prompt(PREFIX), 0
+    anchored.generate(ids, 1)
+    for _ in range(32):
+        anchored.generate(prompt(32), 1)  # each leaves an anchor at its end
+    for boundary in (470, 490, 510, 550):
+        text = leave(prompt, ids, boundary)
+        answer = anchored.generate(text, 8)
         assert (answer.cached_tokens, answer.replayed, answer.generation) == (boundary, 64, 1)
         assert "tail_replay_anchored" not in answer.meta["cached_tokens_details"]
-        differs += answer.tokens != cold.generate(ids, 8).tokens
+        differs += answer.tokens != cold.generate(text, 8).tokens
     assert differs
 
 
 def test_inside_generated_text(anchored, cold, prompt):
-    """Anchors are taken while decoding, too: the prompt ends at 70, the next one comes at 134."""
+    """Anchors are taken while decoding, too."""
     ids = prompt(70)
     text = ids + anchored.generate(ids, 100).tokens
-    check(anchored, cold, leave(prompt, text, 150), 150, anchor=134)
+    check(anchored, cold, leave(prompt, text, 150), 150, anchor=INTERVAL)
+
+
+def test_at_the_end_of_an_answer(anchored, cold, prompt):
+    """With overlap scheduling the tree may have the last token or not; the state is that of all that it has."""
+    ids = prompt(70)
+    text = ids + anchored.generate(ids, 100).tokens + prompt(9)
+    answer = anchored.generate(text, 8)
+    assert answer.cached_tokens in (169, 170) and (answer.replayed, answer.generation) == (0, 0)
+    assert answer.tokens == cold.generate(text, 8).tokens
+
+
+def test_requests_side_by_side_are_exact(anchored, cold, prompt):
+    """Several requests in a pass, with hits and without, each with anchors of its own."""
+    shared = prompt(300)
+    anchored.generate(shared, 1)
+    texts = [leave(prompt, shared, cut) + prompt(more) for cut, more in ((150, 120), (290, 5), (201, 80), (1, 200))]
+    for _ in range(2):
+        answers = anchored.generate_many(texts, 8)
+        for text, answer in zip(texts, answers, strict=True):
+            assert answer.generation in (0, None) and answer.tokens == cold.generate(text, 8).tokens
 
 
 def test_turns_of_a_chat_stay_exact(anchored, cold, prompt):
@@ -81,7 +117,7 @@ def test_turns_of_a_chat_stay_exact(anchored, cold, prompt):
 
 
 def test_metrics_tell_them_apart(anchored, prefix, prompt):
-    anchored.generate(leave(prompt, prefix, CHUNK + 9), 1)
+    anchored.generate(leave(prompt, prefix, INTERVAL + 9), 1)
     assert 'kind="anchored"' in anchored.open("/metrics").decode()
 
 
@@ -107,7 +143,7 @@ def test_verified_hits_tell_exact_from_approximate_ones(anchored, cold, prompt):
     ids = prompt(PREFIX)
     anchored.generate(ids, 1)
     count, agreeing, nats = anchored.verified()
-    exact = [leave(prompt, ids, boundary) for boundary in (3, CHUNK, 390, PREFIX - 1)]
+    exact = [leave(prompt, ids, boundary) for boundary in (3, 256, 390, PREFIX - 1)]
     for branch in exact:
         assert anchored.generate(branch, 2, custom_params={"tail_replay_ratio": 1.0}).generation == 0
     after = anchored.verified()
