@@ -219,3 +219,17 @@ def test_an_aborted_request_and_one_that_goes_back_to_the_queue_save_nothing_at_
     server.decode(lambda: 1)
     server.decode(lambda: 1, retract=1)
     assert server.cache.rows.anchors.pool.used_rows == 0
+
+
+def test_a_chunk_that_is_aborted_gives_its_anchors_back():
+    server = scheduler(interval=4, inside=True, ends=True)
+    server.arrive(TEXT, 1)
+    server.prefill(12, lambda: 1)
+    assert sorted(server.chunked.tail_replay.anchors) == [4, 8, 12]
+    server.prefill(10, lambda: 1)  # the first chunk is in the tree now
+    server.abort(0)
+    server.drain()
+    assert server.idle
+    assert positions(server, TEXT) == [4, 8, 12]
+    assert server.cache.rows.anchors.pool.used_rows == 3
+    server.flush()
