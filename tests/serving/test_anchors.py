@@ -65,12 +65,18 @@ def test_a_hit_at_any_token_is_exact(anchored, cold, prompt):
         texts.append(text)
 
 
-def test_when_its_anchors_were_evicted_a_hit_is_an_approximation(anchored, cold, prompt):
-    """And on this model it shows, or the tests above would show nothing. The store has a place per 128 KV slots."""
-    ids, differs = prompt(PREFIX), 0
+def without_anchors(anchored, prompt):
+    """A cached prompt whose anchors are gone. The store has a place per 128 KV slots."""
+    ids = prompt(PREFIX)
     anchored.generate(ids, 1)
     for _ in range(32):
         anchored.generate(prompt(32), 1)  # each leaves an anchor at its end
+    return ids
+
+
+def test_when_its_anchors_were_evicted_a_hit_is_an_approximation(anchored, cold, prompt):
+    """And on this model it shows, or the tests above would show nothing."""
+    ids, differs = without_anchors(anchored, prompt), 0
     for boundary in (470, 490, 510, 550):
         text = leave(prompt, ids, boundary)
         answer = anchored.generate(text, 8)
@@ -121,12 +127,12 @@ def test_metrics_tell_them_apart(anchored, prefix, prompt):
     assert 'kind="anchored"' in anchored.open("/metrics").decode()
 
 
-def test_nothing_is_built_on_an_approximate_replay(anchored, cold, prompt, prefix):
+def test_nothing_is_built_on_an_approximate_replay(anchored, cold, prompt):
     def cut_hits():
         found = [s for s in anchored.metric_samples() if s.name.endswith("shrunk_hits_total")]
         return sum(s.value for s in found if s.labels["reason"] == "generation")
 
-    branch = leave(prompt, prefix, 470) + prompt(60)
+    branch = leave(prompt, without_anchors(anchored, prompt), 470) + prompt(60)
     assert anchored.generate(branch, 1).generation == 1
     before = cut_hits()
     ids = branch + prompt(5)
@@ -140,8 +146,7 @@ def test_nothing_is_built_on_an_approximate_replay(anchored, cold, prompt, prefi
 
 def test_verified_hits_tell_exact_from_approximate_ones(anchored, cold, prompt):
     anchored.flush()
-    ids = prompt(PREFIX)
-    anchored.generate(ids, 1)
+    ids = without_anchors(anchored, prompt)
     count, agreeing, nats = anchored.verified()
     exact = [leave(prompt, ids, boundary) for boundary in (3, 256, 390, PREFIX - 1)]
     for branch in exact:
