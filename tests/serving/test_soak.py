@@ -35,4 +35,4 @@ def test_twenty_seconds_of_everything(crowded, tmp_path):
     assert report["ok"] and report["compared"] == "tokens" and report["metrics_watched"] and report["memory_watched"]
     assert report["retractions"] > 0
     assert report["of_them_hits"] >= 5, "nothing was proved: hardly any hit was compared"
-    assert report["rounds"] >= 6 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
+    assert report["rounds"] >= 4 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
