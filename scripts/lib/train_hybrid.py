@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def main() -> int:
     options = parse()
     recipe = shapes.RECIPES[options.size]
     if options.rate:
-        recipe = shapes.replace_rate(recipe, options.rate)
+        recipe = replace(recipe, rate=options.rate)
     loader = Loader(recipe.stages, options.seed, options.processes)
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from train.shapes import Stage
 
 TRAINING = 1  # first number of every training seed; tasks for an evaluation draw from others
 AHEAD = 4  # batches that a process may be ahead
+PATIENCE = 120  # seconds
 
 
 class Batch(NamedTuple):
@@ -37,7 +39,7 @@ class Loader:
         self._stages, self._stage, self._turn = stages, context.Value("i", 0), 0
         self._queues = [context.Queue(AHEAD) for _ in range(processes)]
         self._inline = None if processes else self._stream(seed, 0)
-        targets = [(queue, seed, number) for number, queue in enumerate(self._queues)]
+        targets = [(made, seed, number) for number, made in enumerate(self._queues)]
         self._processes = [context.Process(target=self._fill, args=target, daemon=True) for target in targets]
         for process in self._processes:
             process.start()
@@ -49,18 +51,23 @@ class Loader:
         if self._inline:
             return next(self._inline)
         self._turn += 1
-        return self._queues[self._turn % len(self._queues)].get(timeout=120)
+        try:
+            return self._queues[self._turn % len(self._queues)].get(timeout=PATIENCE)
+        except queue.Empty:
+            raise RuntimeError(
+                f"no texts for {PATIENCE} s, a process that makes them ended: try --processes 0"
+            ) from None
 
     def close(self) -> None:
         for process in self._processes:
             process.terminate()
 
-    def _fill(self, queue: multiprocessing.Queue, seed: int, number: int) -> None:
+    def _fill(self, made: multiprocessing.Queue, seed: int, number: int) -> None:
         parent = os.getppid()
         for batch in self._stream(seed, number):
             if os.getppid() != parent:
                 return
-            queue.put(batch)
+            made.put(batch)
 
     def _stream(self, seed: int, number: int):
         rng, count = np.random.default_rng([TRAINING, seed, number]), number

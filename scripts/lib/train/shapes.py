@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from train import vocabulary
@@ -119,7 +119,3 @@ def config(recipe: Recipe) -> dict[str, Any]:
         eos_token_id=vocabulary.EOS,
         pad_token_id=vocabulary.EOS,
     )
-
-
-def replace_rate(recipe: Recipe, rate: float) -> Recipe:
-    return replace(recipe, rate=rate)
