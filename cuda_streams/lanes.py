@@ -135,6 +135,13 @@ class Lanes:
     def current_waits(self, event: Event) -> None:
         """The caller's stream waits for the event. The host does not."""
 
+    def current_reads(self, *tensors: torch.Tensor) -> None:
+        """Says that the caller's stream, from here on, reads tensors that another one made, and may be dropped before
+        it has: their memory is not reused until then."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
 
 class CudaLanes(Lanes):
     """Lanes on CUDA streams; the caller's stream is torch's current one."""
