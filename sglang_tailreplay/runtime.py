@@ -99,8 +99,7 @@ class Runtime:
         anchors, free_bytes = self._room_for_anchors(model_runner, kv_slots, free_bytes)
         capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
         self._store = RowStore(shape, capacity, kv_slots)
-        # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
-        self._lanes = Lanes.create(device if self.config.overlap else "cpu")
+        self._lanes = Lanes.create(device, overlap=self.config.overlap)
         self._gates = make_gates(len(model.groups), self._lanes, device)
         self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device, shape.codec)
