@@ -13,9 +13,9 @@ import pkgutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Parser, TailReplayError
 
 
 class Target(NamedTuple):
@@ -143,16 +143,11 @@ def signature_problem(wanted: Target) -> str | None:
 # ---- calls whose shape depends on the version ----
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise TailReplayError(message)
-
-
 def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """SGLang's parser and what it makes of argv (a --config file included). TailReplayError for an unknown flag."""
     from sglang.srt.server_args import ServerArgs
 
-    parser = _Parser(prog="sglang")
+    parser = Parser(prog="sglang")
     ServerArgs.add_cli_args(parser)
     if "--config" in argv:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger

@@ -7,11 +7,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_tailreplay.cuda_streams.row_format import KINDS as ROW_DTYPES
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Refused, TailReplayError
 
 BACKEND = "tail_replay"
 ENVIRONMENT = "SGLANG_TAILREPLAY"
@@ -38,8 +38,27 @@ def check_ratio(value: Any, key: str = "ratio", where: str | None = None) -> flo
     return float(value)
 
 
+def _check_choice(key: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise _refuse(key, value, f"must be one of {', '.join(choices)}")
+
+
+def _check_switch(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise _refuse(key, value, "must be true or false")
+
+
+def _check_max_tokens(value: Any, min_tokens: Any) -> None:
+    least = min_tokens if _is_count(min_tokens) and min_tokens >= CONV_WIDTH else CONV_WIDTH
+    _check_count("max_tokens", value, least)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_count(key: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not _is_count(value) or value < least:
         raise _refuse(key, value, f"must be a whole number of at least {least}")
 
 
@@ -75,25 +94,31 @@ class TailReplayConfig:
     verify_fraction: float = 0.0  # share of hits that are computed again from nothing when the server is idle
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise _refuse("mode", self.mode, f"must be one of {', '.join(MODES)}")
-        if self.row_dtype not in ROW_DTYPES:
-            raise _refuse("row_dtype", self.row_dtype, f"must be one of {', '.join(ROW_DTYPES)}")
-        check_ratio(self.ratio)
-        _check_count("min_tokens", self.min_tokens, CONV_WIDTH)
+        problems = []
+        for check, *arguments in self._checks():
+            try:
+                check(*arguments)
+            except TailReplayError as error:
+                problems.append(str(error))
+        if problems:
+            raise Refused(problems)
+
+    def _checks(self) -> Iterator[tuple[Any, ...]]:
+        yield _check_choice, "mode", self.mode, MODES
+        yield _check_choice, "row_dtype", self.row_dtype, ROW_DTYPES
+        yield check_ratio, self.ratio
+        yield _check_count, "min_tokens", self.min_tokens, CONV_WIDTH
         if self.max_tokens is not None:
-            _check_count("max_tokens", self.max_tokens, self.min_tokens)
-        _check_count("anchor_interval", self.anchor_interval, 0)
+            yield _check_max_tokens, self.max_tokens, self.min_tokens
+        yield _check_count, "anchor_interval", self.anchor_interval, 0
         if self.max_generation is not None:
-            _check_count("max_generation", self.max_generation, 0)
-        _check_fraction("verify_fraction", self.verify_fraction)
-        if self.anchor_dtype not in ANCHOR_DTYPES:
-            raise _refuse("anchor_dtype", self.anchor_dtype, f"must be one of {', '.join(ANCHOR_DTYPES)}")
+            yield _check_count, "max_generation", self.max_generation, 0
+        yield _check_fraction, "verify_fraction", self.verify_fraction
+        yield _check_choice, "anchor_dtype", self.anchor_dtype, ANCHOR_DTYPES
         for key in ("host_gb", "anchor_gb"):
-            _check_size(key, getattr(self, key))
+            yield _check_size, key, getattr(self, key)
         for key in SWITCHES:
-            if not isinstance(getattr(self, key), bool):
-                raise _refuse(key, getattr(self, key), "must be true or false")
+            yield _check_switch, key, getattr(self, key)
 
     @classmethod
     def from_environment(

@@ -101,6 +101,10 @@ def model_folder(path: str) -> Iterator[Finding]:
         yield Finding(PROBLEM, f"--model-path {path}: there is no such folder")
 
 
+def problems_of(error: TailReplayError) -> list[Finding]:
+    return [Finding(PROBLEM, text) for text in (error.problems if isinstance(error, Refused) else [str(error)])]
+
+
 class Settled(NamedTuple):
     server_args: Any | None  # as SGLang resolved them, refused flags left out; None where it could not
     findings: list[Finding]
@@ -117,13 +121,13 @@ def settle(arguments: Sequence[str]) -> Settled:
         try:
             server_args = compat.resolve_arguments(copy.copy(namespace))
         except Refused as error:
-            findings += [Finding(PROBLEM, problem) for problem in error.problems]
+            findings += problems_of(error)
             if _leave_out_refused(parser, namespace):
                 continue
         except TailReplayError as error:
             findings.append(Finding(PROBLEM, str(error)))
         except Exception as error:  # whatever SGLang says to flags that have nothing to do with this project
-            findings.append(Finding(PROBLEM, f"SGLang refuses these flags: {_first_line(error)}"))
+            findings.append(Finding(PROBLEM, _refusal(error, namespace.model_path)))
         else:
             return Settled(server_args, findings or [Finding(OK, "the model's architecture and all flags fit")])
         return Settled(None, findings)
@@ -136,6 +140,12 @@ def _leave_out_refused(parser: Any, namespace: Any) -> bool:
         destination = parser._option_string_actions[refusal.flag].dest
         setattr(namespace, destination, parser.get_default(destination))
     return bool(refused) and not guard.refused_flags(namespace)
+
+
+def _refusal(error: Exception, model_path: str) -> str:
+    if isinstance(error, OSError) and not Path(model_path).exists():
+        return f"--model-path {model_path}: no folder here, and not to be had from a model hub: {_first_line(error)}"
+    return f"SGLang refuses these flags: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

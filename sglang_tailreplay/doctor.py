@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_tailreplay import compat, diagnosis, forecast, launch_server
-from sglang_tailreplay.config import BACKEND
+from sglang_tailreplay.config import BACKEND, ENVIRONMENT
 from sglang_tailreplay.diagnosis import NOTE, PROBLEM, Device, Finding
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.memory_plan import GIB
@@ -74,8 +74,11 @@ def examine(options: argparse.Namespace, flags: list[str]) -> Report:
     try:
         arguments = launch_server.prepare(flags)
     except TailReplayError as error:
-        report.add([Finding(PROBLEM, str(error))])
-        return report
+        report.add(diagnosis.problems_of(error))
+        report.add([Finding(NOTE, "the rest is checked with all --tail-replay settings at their defaults")])
+        os.environ.pop(ENVIRONMENT, None)
+        flags = launch_server.without_settings(flags)
+        arguments = launch_server.prepare(flags)
     if BACKEND not in arguments:
         report.add([Finding(NOTE, "--tail-replay-mode off is stock SGLang: nothing here is checked for it")])
         return report

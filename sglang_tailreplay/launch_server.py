@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import MutableMapping
 from typing import Any
 
 from sglang_tailreplay import calibration, config, cpu
-from sglang_tailreplay.errors import Refused, TailReplayError
+from sglang_tailreplay.errors import Parser, Refused, TailReplayError
 from sglang_tailreplay.row_store import free_host_bytes
 
 
 def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
     """SGLang's arguments for our arguments; sets SGLANG_TAILREPLAY in environ. TailReplayError for a bad setting."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sglang_tailreplay.launch_server", add_help=False, allow_abbrev=False,
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -44,6 +45,17 @@ def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
     if any(word.split("=")[0] == "--radix-cache-backend" for word in rest):
         raise TailReplayError("--radix-cache-backend is this launcher's choice; --tail-replay-mode off takes SGLang's")
     return rest if chosen.mode == "off" else [*rest, "--radix-cache-backend", config.BACKEND]
+
+
+def without_settings(argv: list[str]) -> list[str]:
+    """Without the flags that `translate` may refuse, and their values."""
+    kept, ours = [], False
+    for word in argv:
+        if re.match("--?[a-zA-Z]", word):  # a flag, not a value like -1
+            ours = word.startswith(("--tail-replay-", "--radix-cache-backend"))
+        if not ours:
+            kept.append(word)
+    return kept
 
 
 def _calibrated(path: str, arguments: list[str]) -> dict[str, Any]:

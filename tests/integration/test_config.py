@@ -6,7 +6,7 @@ import pytest
 
 from sglang_tailreplay import launch_server
 from sglang_tailreplay.config import ENVIRONMENT, TailReplayConfig
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.errors import Refused, TailReplayError
 
 FLAGS = {
     "overlap": "--tail-replay-no-overlap",
@@ -178,10 +178,26 @@ def test_a_bad_flag_is_refused(argv):
 
 
 @pytest.mark.parametrize("argv", [["--tail-replay-ratio", "x"], ["--tail-replay-mode", "on"], ["--tail-replay-ratio"]])
-def test_a_flag_that_does_not_parse_ends_with_status_2(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
+def test_a_flag_that_does_not_parse_is_refused(argv):
+    with pytest.raises(TailReplayError, match=argv[0]):
         translate(*argv)
-    assert stop.value.code == 2 and argv[0] in capsys.readouterr().err
+
+
+def test_all_bad_settings_are_named_at_once():
+    with pytest.raises(Refused) as error:
+        translate("--tail-replay-ratio", "2", "--tail-replay-min-tokens", "-1", max_tokens=True, skip=0)
+    assert [problem.split("=")[0] for problem in error.value.problems] == ["ratio", "min_tokens", "max_tokens", "skip"]
+
+
+def test_a_minimum_that_is_none_does_not_make_the_maximum_wrong():
+    with pytest.raises(Refused) as error:
+        TailReplayConfig(min_tokens="64", max_tokens=32)
+    assert len(error.value.problems) == 1
+
+
+def test_without_settings_keeps_what_is_sglangs():
+    ours = ["--tail-replay-min-tokens", "-1", "--tail-replay-x=3", "--radix-cache-backend", "lru"]
+    assert launch_server.without_settings(["--tp", "2", *ours, "--seed", "-1"]) == ["--tp", "2", "--seed", "-1"]
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])

@@ -121,12 +121,31 @@ def test_all_problems_are_named_at_once_and_memory_is_still_told(sandbox):
     assert report["code"] == 1 and not report["starts"] and report["sections"]["memory"]
 
 
+@pytest.mark.parametrize("bad", [["--tail-replay-ratio", "2"], ["--tail-replay-x", "3"], ["--tail-replay-mode", "on"]])
+def test_a_bad_setting_of_ours_hides_no_other_problem(bad, sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *GPU, *bad, "--page-size", "16"])
+    ours, sglangs = problems(report)
+    assert bad[0] in ours and "--page-size" in sglangs and report["sections"]["memory"]
+    notes = [text for level, text in report["findings"] if level == "note"]
+    assert any("--tail-replay settings at their defaults" in note for note in notes)
+
+
+def test_a_bad_environment_hides_no_other_problem(sandbox):
+    found = problems(sandbox(call, ["--model-path", SHAPE, *GPU, "--page-size", "16"], SGLANG_TAILREPLAY="{"))
+    assert len(found) == 2 and "SGLANG_TAILREPLAY is not JSON" in found[0] and "--page-size" in found[1]
+
+
+def test_a_model_that_nobody_has(sandbox):
+    (problem,) = problems(sandbox(call, ["--model-path", "models/tiny-typo"], HF_HUB_OFFLINE="1"))
+    assert problem.startswith("--model-path models/tiny-typo: no folder here")
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--tail-replay-ratio", "2"], "the replay ratio must be a number in (0, 1]"),
+        ([*GPU, "--tail-replay-ratio", "2"], "the replay ratio must be a number in (0, 1]"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["--radix-cache-backend", "lru"], "--radix-cache-backend is this launcher's choice"),
+        ([*GPU, "--radix-cache-backend", "lru"], "--radix-cache-backend is this launcher's choice"),
         (["--assume-gpu-gb", "8"], "--mem-fraction-static 0.8 is 6.4 GiB here, and the weights alone take about 7.8"),
         ([*GPU, "--max-mamba-cache-size", "2300"], "weights and 2300 state slots"),
         (
