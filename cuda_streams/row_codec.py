@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_tailreplay.cuda_streams.row_format import TRAILER, row_bytes
+from sglang_tailreplay.cuda_streams.row_format import TRAILER, check_hidden, row_bytes
 
 MOVED_AS = torch.int16  # what copies see; no arithmetic is done in it
 _FORMATS = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
@@ -57,8 +57,5 @@ class RowCodec(NamedTuple):
 
 def make_codec(kind: str, hidden: int, dtype: torch.dtype) -> RowCodec | None:
     """None for auto: rows are stored as they are. ValueError for a width that cannot be packed."""
-    if kind == "auto":
-        return None
-    if hidden % TRAILER:
-        raise ValueError(f"{kind} rows need a hidden size that is a multiple of {TRAILER}, got {hidden}")
-    return RowCodec(kind, hidden, dtype)
+    check_hidden(hidden, kind)
+    return None if kind == "auto" else RowCodec(kind, hidden, dtype)

@@ -10,6 +10,12 @@ KINDS = ("auto", "fp8", "int8")
 TRAILER = 16  # bytes behind a quantised row
 
 
+def check_hidden(hidden: int, kind: str) -> None:
+    """ValueError for a width that cannot be packed."""
+    if kind != "auto" and hidden % TRAILER:
+        raise ValueError(f"{kind} rows need a hidden size that is a multiple of {TRAILER}, got {hidden}")
+
+
 def row_bytes(hidden: int, kind: str, itemsize: int) -> int:
     """Bytes of one row of `hidden` numbers; itemsize: of a number in the model's dtype."""
     return hidden * itemsize if kind == "auto" else hidden + TRAILER

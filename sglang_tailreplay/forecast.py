@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sglang_tailreplay import compat, memory_plan
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.cost import Shape, Speeds, bound
+from sglang_tailreplay.cuda_streams.row_format import check_hidden
 from sglang_tailreplay.diagnosis import NOTE, Device, Finding
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.memory_plan import GIB, DevicePlan, NumberBytes
@@ -63,6 +64,7 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
     if host:
         memory.append(("KV on the host", f"{gib(host * token.kv)}: {host:,} slots (HiCache)"))
     if settings.mode == "replay" and token.rows:
+        _check_rows(settings, shape)
         room = host_free - host * token.kv
         if settings.anchor_interval:
             each = memory_plan.anchor_bytes(shape, number, settings.anchor_dtype)
@@ -174,6 +176,13 @@ def _host_tier_slots(server_args: Any, kv_slots: int, kv_token: int, free: int) 
     from sglang_tailreplay import host_tier
 
     return host_tier.pool_of(server_args, kv_token, kv_slots, free).tokens
+
+
+def _check_rows(settings: TailReplayConfig, shape: Shape) -> None:
+    try:
+        check_hidden(shape.hidden, settings.row_dtype)
+    except ValueError as error:
+        raise TailReplayError(f"--tail-replay-row-dtype: {error}; leave it out") from None
 
 
 class _Rows(NamedTuple):

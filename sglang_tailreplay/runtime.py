@@ -230,6 +230,7 @@ class Runtime:
 
     def forward_begins(self, step: Step | None, forward_batch: Any) -> None:
         self._passes += 1
+        self.planner.pass_begins()
         if self.capture is not None:
             self.capture.begin(step.rows if step is not None else None)
         if self.anchors is not None:

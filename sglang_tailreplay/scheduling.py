@@ -173,6 +173,7 @@ class Planner:
         self.keeps_beyond: int | None = None
         self.chunk = CHUNK  # tokens; such states exist at its multiples
         self._begun: frozenset[int] = frozenset()  # anchors of the last prefill's hits: it may not be launched yet
+        self._running = True  # whether the pass that was planned last was launched
         self.saved: Saved | None = None  # None: every anchor is there as soon as it has a place
         self.cache: TailReplayCache | None = None
 
@@ -196,6 +197,7 @@ class Planner:
 
     def plan_extend(self, reqs: Sequence[Req]) -> Step:
         """Called for a prefill batch after its slots are allocated and before SGLang forgets which slots are fresh."""
+        self._running = False
         if any(map(is_internal, reqs)):
             return Step(no_rows(sum(req.extend_range.length for req in reqs)))
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
@@ -206,6 +208,10 @@ class Planner:
         keeps = self._keeps(reqs, len(ids))
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
         return Step(ids, tuple(hits), takes, _samples(reqs), keeps)
+
+    def pass_begins(self) -> None:
+        """The pass that was planned last is launched."""
+        self._running = True
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -277,8 +283,9 @@ class Planner:
     def before_finish(self, req: Req, position: int) -> None:
         """Called before the tree gets the first `position` tokens of a finished request, which still has its slot."""
         interval, rows = self.config.anchor_interval, self.cache.rows.track(req)
-        # With overlap scheduling a pass more may have run than the tree is told of: the state is then of other tokens.
-        if not interval or self.saved is None or rows.end != position or not has_plain_tokens(req):
+        # With overlap scheduling a pass more may have run than the tree is told of, or be planned only (where SGLang
+        # processes results between plan and launch): the state is then of other tokens.
+        if not interval or self.saved is None or not self._running or rows.end != position or not has_plain_tokens(req):
             return
         if (position - rows.last_anchor) * END_SHARE >= interval and position > rows.last_anchor:
             place = self._place(rows, position)
@@ -317,6 +324,7 @@ class Planner:
 
     def plan_decode(self, reqs: Sequence[Req]) -> Step:
         """Called for a decode batch after its slots are allocated: one token per request."""
+        self._running = False
         component = self.cache.rows
         ids = component.alloc(len(reqs))
         for req, row in zip(reqs, ids.tolist(), strict=True):

@@ -65,7 +65,6 @@ def commit_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"commit": options.commit or head, "dirty": dirty}
 
 
-
 def origin(script: str, options: argparse.Namespace) -> dict[str, Any]:
     """Head of a JSON document. Options: commit, model_shape, model_path."""
     return {

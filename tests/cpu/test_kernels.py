@@ -84,9 +84,7 @@ def decode_batch(layers, tokens, slots, conv, state) -> torch.Tensor:
     def rows(name):
         return torch.stack([getattr(layer, name)[token] for layer, token in zip(layers, tokens, strict=True)])
 
-    x = kernels.causal_conv1d_update_cpu(
-        rows("x"), conv, first.weight, first.bias, "silu", conv_state_indices=slots
-    )
+    x = kernels.causal_conv1d_update_cpu(rows("x"), conv, first.weight, first.bias, "silu", conv_state_indices=slots)
     q, k, v = first.split(x)
     out = kernels.fused_sigmoid_gating_delta_rule_update_cpu(
         A_log=first.A_log,

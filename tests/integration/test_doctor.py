@@ -75,6 +75,16 @@ def test_rows_of_a_byte_take_half_the_host_and_half_the_link(sandbox):
     assert "replay of 1,639 tokens 10.8, their rows 0.6 " in costs[2]
 
 
+def test_rows_that_cannot_be_packed_are_found_before_a_start(sandbox, tmp_path):
+    config = json.loads((Path(SHAPE) / "config.json").read_text())
+    config.get("text_config", config)["hidden_size"] = 2568
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model-path", str(tmp_path), *GPU]
+    assert sandbox(call, flags)["code"] == 0
+    report = sandbox(call, [*flags, "--tail-replay-row-dtype", "int8"])
+    assert report["code"] == 1 and "multiple of 16, got 2568; leave it out" in problems(report)[0]
+
+
 def test_saved_states_take_their_part_of_the_host(sandbox):
     flags = ["--tail-replay-anchor-interval", "8192", "--tail-replay-anchor-gb", "10"]
     memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))

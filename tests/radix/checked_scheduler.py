@@ -422,6 +422,7 @@ class CheckedScheduler:
 
     def _forward(self, step: Step, prefills: list[Req], decodes: list[Req]) -> None:
         """Write the KV and the row of every token; attention reads the KV before it."""
+        self.planner.pass_begins()
         pieces = [(req, len(req.prefix_indices), req.kv_committed_len) for req in prefills]
         pieces += [(req, req.kv_committed_len - 1, req.kv_committed_len) for req in decodes]
         rows = iter(step.rows.tolist())

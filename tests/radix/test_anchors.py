@@ -232,6 +232,19 @@ def test_a_request_leaves_an_anchor_at_its_end(overlap):
     assert admitted(server, history + [99, 98])[:3] == (end, 0, True)
 
 
+def test_a_request_whose_last_pass_is_only_planned_saves_nothing_at_its_end(monkeypatch):
+    """SGLang may process results between plan and launch (SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP, mixed chunks):
+    the tree gets a token more than the state has seen."""
+    server = scheduler(interval=20, ends=True, overlap=True)
+    server.arrive(TEXT[:15], 9)
+    server.prefill(64, lambda: 1)
+    server.decode(lambda: 1)
+    (req,) = server.running
+    monkeypatch.setattr(server, "_forward", lambda *planned: server.planner.before_finish(req, req.tail_replay.end))
+    server.decode(lambda: 1)
+    assert req.tail_replay.end == 17 and not req.tail_replay.anchors
+
+
 def test_an_end_too_near_to_the_last_anchor_saves_nothing():
     server = scheduler(interval=20, ends=True)
     serve(server, TEXT[:25], 4)
