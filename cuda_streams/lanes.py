@@ -109,6 +109,16 @@ class InlineLane(Lane):
         return DoneEvent()
 
 
+class CallersLane(InlineLane):
+    """Runs everything in order on the caller's CUDA stream. The host is ahead of that stream: its events are not done
+    when they are made."""
+
+    def record(self, name: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        return event
+
+
 class Lanes:
     """The lanes of one device: copy and replay, and the forward pass, which is whatever stream the caller is on."""
 
@@ -118,12 +128,15 @@ class Lanes:
         self.host = host  # this thread: `host.writes(buffer)` says that the CPU changes a buffer that lanes read
 
     @staticmethod
-    def create(device: torch.device | str, timing: bool = False) -> "Lanes":
-        """Lanes for a device. With `timing`, events give `elapsed_time` (CUDA only)."""
+    def create(device: torch.device | str, timing: bool = False, overlap: bool = True) -> "Lanes":
+        """Lanes for a device. With `timing`, events give `elapsed_time` (CUDA only). Without `overlap` all of them are
+        the caller's stream."""
         device = torch.device(device)
         host = InlineLane("host")
         if device.type != "cuda":
             return Lanes(InlineLane("copy"), InlineLane("replay"), host)
+        if not overlap:
+            return Lanes(CallersLane("copy"), CallersLane("replay"), host)
         # Rows out must not fall behind the forward pass that makes them, and a waiting request needs rows in.
         copy = CudaLane("copy", device, priority=-1, timing=timing)
         return CudaLanes(copy, CudaLane("replay", device, timing=timing), host)
@@ -134,6 +147,13 @@ class Lanes:
 
     def current_waits(self, event: Event) -> None:
         """The caller's stream waits for the event. The host does not."""
+
+    def current_reads(self, *tensors: torch.Tensor) -> None:
+        """Says that the caller's stream, from here on, reads tensors that another one made, and may be dropped before
+        it has: their memory is not reused until then."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class CudaLanes(Lanes):

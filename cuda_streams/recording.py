@@ -118,6 +118,9 @@ class RecordingLanes(Lanes):
     def current_waits(self, event: RecordedEvent) -> None:
         self.join(self.current.name, event)
 
+    def current_reads(self, *tensors: torch.Tensor) -> None:
+        self.current.reads(*tensors)
+
     def join(self, lane: str, event: RecordedEvent) -> None:
         """Work that `lane` gets from here on comes after the event."""
         self.log.append(LogEntry(lane, "wait", event.name))

@@ -70,15 +70,18 @@ class NodeAnchors:
     def free(self, anchors: Mapping[int, Anchor]) -> None:
         self.pool.free(np.array([anchor.id for anchor in anchors.values()], dtype=np.int64))
 
-    def adopt(self, node: UnifiedTreeNode, begin: int, rows: RequestRows) -> None:
-        """The node, whose tokens are [begin, begin + len(key)) of an inserted request, takes the anchors it lacks."""
+    def adopt(self, node: UnifiedTreeNode, begin: int, rows: RequestRows, most: int) -> None:
+        """The node, whose tokens are [begin, begin + len(key)) of an inserted request, takes the anchors it lacks.
+
+        None of a generation above `most`, the node's own: what is built on a hit has no more than its tokens tell.
+        """
         offered = rows.take_anchors(begin, begin + len(node.key))
         if not offered:
             return
         anchors = dict(self.of(node))
         for position, anchor in offered.items():
             here = anchors.get(position - begin)
-            if here is None or anchor.generation < here.generation:
+            if anchor.generation <= most and (here is None or anchor.generation < here.generation):
                 anchors[position - begin], anchor = anchor, here
             if anchor is not None:
                 self.free({0: anchor})

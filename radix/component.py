@@ -180,11 +180,11 @@ class TailReplayComponent(MambaComponent):
         """Give the node, whose tokens are [begin, begin + len(key)) of an inserted request, the rows it lacks."""
         if rows is None:
             return
-        self.anchors.adopt(node, begin, rows)
         span = self.span(node)
         if span is None:
             span = RowSpan(no_rows(len(node.key)), rows.generation)
             self._set_span(node, span)
+        self.anchors.adopt(node, begin, rows, span.generation)
         lacking = np.flatnonzero(span.ids == NO_ROW)
         if len(lacking) == 0:
             return

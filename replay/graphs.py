@@ -6,7 +6,7 @@ unused are empty and write no state.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,10 +18,6 @@ from sglang_tailreplay.replay.tail import Launch, Piece
 
 Run = Callable[[], None]
 Record = Callable[[Run], Run]
-Milliseconds = Callable[[Run], float]
-
-TUNED_TOKENS = 2048  # larger buckets are not timed: matrix products of so many rows fill the GPU
-WORTH = 0.98  # a larger bucket is taken if it needs at most this share of the time
 
 
 def buckets(max_tokens: int) -> tuple[int, ...]:
@@ -34,18 +30,6 @@ def buckets(max_tokens: int) -> tuple[int, ...]:
         size += CHUNK if size < 16 * CHUNK else 2 * CHUNK if size < 32 * CHUNK else 4 * CHUNK
         sizes.append(min(size, max_tokens))
     return tuple(sizes)
-
-
-def fastest(milliseconds: Mapping[int, float]) -> dict[int, int]:
-    """Bucket -> the bucket to take in its place: itself, or a larger one that is faster.
-
-    Libraries choose other kernels for other numbers of rows, and by no means always better ones for fewer.
-    """
-    choice = {}
-    for size, own in milliseconds.items():
-        larger = [other for other, time in milliseconds.items() if other > size and time <= WORTH * own]
-        choice[size] = min(larger, key=lambda other: (milliseconds[other], other), default=size)
-    return choice
 
 
 class GraphedEngine(ReplayEngine):
@@ -66,12 +50,10 @@ class GraphedEngine(ReplayEngine):
         # Neighbouring groups use different buffers, so that one is filled while the other is replayed.
         self._buffers = torch.zeros(3, max_tokens, hidden_size, dtype=dtype, device=device)
         self._graphs: dict[tuple[int, int], Run] = {}
-        self._choice: dict[int, int] = {}  # where a larger bucket is faster, see tune
 
     def bucket(self, tokens: int) -> int:
-        """The graph for that many tokens, at most max_tokens: the smallest one, or a larger one that is faster."""
-        smallest = self.buckets[bisect_left(self.buckets, tokens)]
-        return self._choice.get(smallest, smallest)
+        """The smallest graph for that many tokens, at most max_tokens."""
+        return self.buckets[bisect_left(self.buckets, tokens)]
 
     def rounded(self, tail: int) -> int:
         """The longest tail that costs no more than this one."""
@@ -98,19 +80,6 @@ class GraphedEngine(ReplayEngine):
                 h = self._buffers[self.buffer_of(number), :tokens]
                 run = record(lambda number=number, h=h: self._replay_layers(number, h, segments))  # noqa: B023
                 self._graphs[number, tokens] = run
-
-    @torch.no_grad()
-    def tune(self, milliseconds: Milliseconds) -> dict[int, float]:
-        """Time the buckets up to TUNED_TOKENS and prefer those that are faster than smaller ones. Returns the times."""
-        nowhere = torch.full((1,), NO_SLOT, dtype=torch.int32, device=self._buffers.device)
-        times = {}
-        for tokens in self.buckets:
-            if tokens <= TUNED_TOKENS:
-                self._table.load(Launch((Piece(0, 0, tokens, continues=False),)), nowhere)
-                graphs = [self._graphs[number, tokens] for number in range(len(self.groups))]
-                times[tokens] = milliseconds(lambda: [graph() for graph in graphs])  # noqa: B023
-        self._choice = fastest(times)
-        return times
 
     def _replay(self, number: int, launch: Launch, h: torch.Tensor) -> None:
         assert h.data_ptr() == self.input_buffer(number, launch).data_ptr(), "a graph reads its own buffer only"
@@ -139,14 +108,3 @@ class CudaGraphRecorder:
             finally:
                 graph.capture_end()
         return graph.replay
-
-
-def cuda_milliseconds(body: Run) -> float:
-    """The faster of two runs on the current stream, by the device's clock."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    marks[0].record()
-    for mark in marks[1:]:
-        body()
-        mark.record()
-    marks[-1].synchronize()
-    return min(start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False))

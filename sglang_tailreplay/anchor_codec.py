@@ -12,10 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_tailreplay.config import ANCHOR_DTYPES
-
 Tensor = torch.Tensor
-DTYPES = ANCHOR_DTYPES
 LEVELS = 127
 # Most that a state can be off, as a share of its size (Frobenius norms): half a step in each of V numbers of a channel
 # whose largest is one of them, for V up to 128.

@@ -136,6 +136,8 @@ class AnchorStore:
 
     def take(self, takes: Sequence[Take]) -> None:
         """Save the states in the slots as they are on the current stream now. The host does not wait."""
+        # Numbers that the scheduler's stream made; with a request that has ended nobody else keeps their memory.
+        self._lanes.current_reads(*(take.slot for take in takes))
         slots = torch.stack([take.slot for take in takes]).to(torch.int64)
         # The next pass on this stream changes the slots; the copies are its own.
         copies = self._encode([part.index_select(1, slots).transpose(0, 1) for part in self._pool])

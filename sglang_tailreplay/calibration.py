@@ -15,12 +15,12 @@ from typing import Any
 
 from sglang_tailreplay.errors import TailReplayError
 
-FORMAT = 1
+FORMAT = 2
 TOOL = "sglang-tailreplay calibrate"
 FLAG = "--tail-replay-calibration"
 # Keys of TailReplayConfig: those that are measured, and those of the measured servers that change answers, too.
 MEASURED = ("ratio", "min_tokens", "max_tokens", "anchor_interval")
-KEPT = ("row_dtype",)
+KEPT = ("row_dtype", "anchor_dtype")
 RECOMMENDED = (*MEASURED, *KEPT)
 DISTRIBUTIONS = ("sglang", "sglang-tailreplay")
 _SAMPLE = 1 << 16  # bytes read at each of _SAMPLES places of a weight file

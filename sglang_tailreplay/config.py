@@ -80,7 +80,7 @@ class TailReplayConfig:
     mode: str = "replay"  # replay; zero: reuse KV, states from zero (the paper's baseline); off: SGLang's own cache
     ratio: float = 0.05  # r: share of the matched prefix that is replayed
     min_tokens: int = 64  # k_min: never replay less, unless the prefix is shorter
-    max_tokens: int | None = None  # k_max: never replay more
+    max_tokens: int | None = None  # k_max: never replay more, but for what two anchor intervals make exact
     host_gb: float | None = None  # size of the row store; None: fits all KV slots, at most half of the free memory
     row_dtype: str = "auto"  # of stored rows: auto is the model's; fp8 and int8 take half of bfloat16's memory
     anchor_interval: int = 0  # save a state on the host about every so many tokens; 0: none

@@ -27,8 +27,8 @@ def translate(argv: list[str], environ: MutableMapping[str, str]) -> list[str]:
     config.add_flags(parser)
     parser.add_argument(
         calibration.FLAG, dest="calibration", metavar="FILE",
-        help="take ratio, min-tokens, max-tokens and anchor-interval from a file of 'sglang-tailreplay calibrate'; "
-        "flags and SGLANG_TAILREPLAY beat it",
+        help=f"take {', '.join(map(config.dashed, calibration.RECOMMENDED))} from a file of "
+        "'sglang-tailreplay calibrate'; flags and SGLANG_TAILREPLAY beat it",
     )  # fmt: skip
     if "-h" in argv or "--help" in argv:
         parser.print_help()

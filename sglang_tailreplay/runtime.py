@@ -32,7 +32,7 @@ from sglang_tailreplay.pass_anchors import PassAnchors
 from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
-from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine, cuda_milliseconds
+from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine
 from sglang_tailreplay.replayer import Replayer, slots_of
 from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
 from sglang_tailreplay.scheduling import Admission, Hit, Planner, Sample, Step
@@ -99,8 +99,7 @@ class Runtime:
         anchors, free_bytes = self._room_for_anchors(model_runner, kv_slots, free_bytes)
         capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
         self._store = RowStore(shape, capacity, kv_slots)
-        # Lanes of a CPU run everything in order, on whatever stream the caller is on: the ablation without overlap.
-        self._lanes = Lanes.create(device if self.config.overlap else "cpu")
+        self._lanes = Lanes.create(device, overlap=self.config.overlap)
         self._gates = make_gates(len(model.groups), self._lanes, device)
         self.prefill_graphs = self._make_prefill_graphs(device)
         self._mover = RowMover(self._store.rows, self._lanes, device, shape.codec)
@@ -207,9 +206,6 @@ class Runtime:
             "tail_replay: captured the replay of %d launch sizes in %.1f s, %.2f GiB of GPU memory",
             len(engine.buckets), time.monotonic() - began, taken / 2**30,
         )  # fmt: skip
-        times = engine.tune(cuda_milliseconds)
-        each = ", ".join(f"{size}: {time:.1f}" for size, time in times.items())
-        logger.info("tail_replay: milliseconds that a replay takes the GPU, by tokens: %s", each)
         self.planner.rounded = engine.rounded
         return engine
 

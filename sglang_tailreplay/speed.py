@@ -21,7 +21,8 @@ COPY_BYTES = 2**30
 
 def measured(seconds: float = 120) -> Speeds:
     """Of the current GPU. RuntimeError, with the last line that the measuring process wrote, where there is none."""
-    command = [sys.executable, "-m", "sglang_tailreplay.speed"]
+    # -P: in a checkout, the folder of that name lacks what is installed into it from beside.
+    command = [sys.executable, "-P", "-m", "sglang_tailreplay.speed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])

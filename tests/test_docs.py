@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_tailreplay.config import SWITCHES, TailReplayConfig, dashed
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]
 # Beginnings of commands that other tests run, or that only a machine with a model or a GPU can.
@@ -105,6 +107,12 @@ def test_training_options(command, monkeypatch):
 def test_every_command_has_a_test():
     programs = ("scripts/simulate", "scripts/workload", "scripts/eval_quality", "scripts/train_hybrid")
     assert [command for command in HERE if not command.startswith(programs)] == []
+
+
+def test_the_table_of_flags_names_every_setting():
+    rows = re.findall(r"^\| `(--tail-replay-[\w-]+)`, `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    keys = TailReplayConfig.__slots__
+    assert sorted(rows) == sorted((f"--tail-replay-{'no-' * (key in SWITCHES)}{dashed(key)}", key) for key in keys)
 
 
 def test_programs_and_files_that_pages_name_exist():

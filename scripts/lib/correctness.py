@@ -87,8 +87,8 @@ def _verdict(case: Mapping[str, Any], error: float | None, allowed: float | None
         verdict = "SHORT HIT"
     elif case["ratio"] < 1:
         verdict = "measured"
-    elif case["replayed"] is None or case["replayed"] < case["cached"]:
-        verdict = "SHORT TAIL"
+    elif case["start"] != "exact" and (case["replayed"] is None or case["replayed"] < case["cached"]):
+        verdict = "SHORT TAIL"  # an exact one began at a saved state
     elif allowed is None:
         verdict = "measured"
     elif error > allowed:

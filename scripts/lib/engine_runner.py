@@ -82,12 +82,13 @@ class Runner:
         }
 
 
-def cache_facts(reply: dict[str, Any]) -> dict[str, int | None]:
+def cache_facts(reply: dict[str, Any]) -> dict[str, int | str | None]:
     meta = reply["meta_info"]
     return {
         "cached": meta["cached_tokens"],
-        "replayed": report.plugin_int(meta, "replayed"),
-        "generation": report.plugin_int(meta, "generation"),
+        "replayed": report.told(meta, "replayed"),
+        "generation": report.told(meta, "generation"),
+        "start": report.told(meta, "start"),
     }
 
 

@@ -82,7 +82,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
     from matplotlib import pyplot
 
     bench = is_bench(report)
-    figure, axes = pyplot.subplots(figsize=(9, 5.5) if bench else (7.5, 4.5))
+    figure, axes = pyplot.subplots(figsize=(11, 5.5) if bench else (7.5, 4.5))
     for label, style, points in bench_lines(report) if bench else check_lines(report):
         tokens, typical, low, high = zip(*points, strict=True)
         (line,) = axes.plot(tokens, typical, style, marker="o", markersize=3, label=label)
@@ -94,7 +94,8 @@ def draw(report: dict[str, Any], out: Path) -> None:
     gpu = machine["gpus"][0].split(",")[0] if machine["gpus"] else machine["cpu"]
     axes.set_title(f"{Path(report['shape']).name}, random weights, {gpu}, SGLang {machine['sglang']}")
     axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=7 if bench else 8)
+    # Beside the lines: a document of the bench has too many of them for a place between.
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1)) if bench else axes.legend(fontsize=8)
     figure.tight_layout()
     for suffix in (".svg", ".png"):
         figure.savefig(out.with_suffix(suffix), dpi=150)

@@ -20,9 +20,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def plugin_int(meta_info: Mapping[str, Any], what: str) -> int | None:
-    """What the plugin tells about an answer: matched, replayed or generation. None where it tells nothing (a miss, or
-    stock SGLang)."""
+def told(meta_info: Mapping[str, Any], what: str) -> Any:
+    """What the plugin tells about an answer: matched, replayed, generation or start. None where it tells nothing (a
+    miss, or stock SGLang)."""
     return (meta_info.get("cached_tokens_details") or {}).get(f"tail_replay_{what}")
 
 

@@ -9,7 +9,8 @@ from sglang_tailreplay.calibrate.plan import Setting
 from sglang_tailreplay.config import ENVIRONMENT, TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
 
-CHOSEN = {"ratio": 0.2, "min_tokens": 128, "max_tokens": None, "anchor_interval": 1024, "row_dtype": "fp8"}
+CHOSEN = {"ratio": 0.2, "min_tokens": 128, "max_tokens": None, "anchor_interval": 1024}
+CHOSEN |= {"row_dtype": "fp8", "anchor_dtype": "int8"}
 
 
 @pytest.fixture
@@ -99,3 +100,12 @@ def test_no_file_no_json_no_model(tmp_path, model):
 def test_every_key_that_is_read_is_a_setting():
     assert set(calibration.RECOMMENDED) <= set(TailReplayConfig.__slots__)
     assert calibration.MEASURED == Setting._fields
+
+
+def test_every_setting_that_changes_answers_is_measured_or_kept():
+    """A new one belongs into one of the two, or here."""
+    sizes = {"host_gb", "anchor_gb"}
+    speed = {"overlap", "skip", "graphs"}
+    # Measured hits have one approximate replay behind them at most, whatever max_generation is.
+    others = {"mode", "self_check", "verify_fraction", "max_generation"}
+    assert set(TailReplayConfig.__slots__) - set(calibration.RECOMMENDED) == sizes | speed | others

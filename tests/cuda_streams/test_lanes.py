@@ -20,6 +20,26 @@ def test_without_cuda_everything_runs_in_order():
     keep(x, lanes.replay)
 
 
+class Event:
+    """A torch.cuda.Event on a device that is behind."""
+
+    def __init__(self):
+        self.stream = None
+
+    def record(self, stream):
+        self.stream = stream
+
+
+def test_without_overlap_lanes_are_the_callers_stream_which_the_host_does_not_wait_for(monkeypatch):
+    """Or the ring of pinned ids would be written over while uploads out of it are on their way."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    lanes = Lanes.create("cuda", overlap=False)
+    assert isinstance(lanes.copy, InlineLane) and isinstance(lanes.replay, InlineLane)
+    with lanes.copy.after(lanes.mark_current("made")):
+        assert lanes.copy.record("uploaded").stream == "the caller's"
+
+
 def test_the_log_is_the_order_of_the_calls():
     lanes = RecordingLanes()
     x = torch.zeros(3)

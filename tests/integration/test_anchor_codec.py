@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tailreplay.anchor_codec import DTYPES, LOSS, decode, encode, stored
+from sglang_tailreplay.anchor_codec import LOSS, decode, encode, stored
+from sglang_tailreplay.config import ANCHOR_DTYPES
 
 HV, V, K = 4, 16, 8
 
@@ -23,7 +24,7 @@ def through(name, given):
     return decode(name, encode(name, given, given.dtype), given.dtype)
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ANCHOR_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_encoded_has_the_shapes_that_room_is_made_for(name, dtype):
     parts = encode(name, state(dtype=dtype), dtype)
@@ -62,7 +63,7 @@ def test_the_error_of_a_state_of_ordinary_numbers(name, most):
     assert not most or error > most / 4, "the bound says nothing"
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ANCHOR_DTYPES)
 def test_no_state_is_off_by_more_than_is_said(name):
     """The worst for int8: one large number per channel, all others half a step of it."""
     worst = torch.full((2, 128, 8), 0.4999 / 127)

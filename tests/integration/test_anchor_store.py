@@ -129,6 +129,17 @@ def test_a_state_to_be_saved_next_is_that_of_its_slot_before_the_pass(machine):
     assert all(torch.equal(part[:, 5], old[:, 4]) for part, old in zip(machine.parts, before, strict=True))
 
 
+def test_the_number_of_a_slot_is_kept_until_the_stream_that_reads_it_has(machine, monkeypatch):
+    """It may be the last reference: the request has ended, and its memory is the scheduler's stream's to reuse."""
+    kept = []
+    monkeypatch.setattr(machine.lanes.forward, "reads", lambda *tensors: kept.extend(tensors))
+    slots = [torch.tensor(4), torch.tensor(1)]
+    machine.store.take_next(Take(slots[0], 2))
+    machine.store.pass_begins()
+    machine.store.take([Take(slots[1], 0)])
+    assert [any(tensor is slot for tensor in kept) for slot in slots] == [True, True]
+
+
 def test_a_place_that_was_given_to_another_state_does_not_get_the_one_before(machine):
     """A finished request's anchor was evicted before the next pass, and the pass saves another state in its place."""
     machine.store.take_next(Take(torch.tensor(4), 2))

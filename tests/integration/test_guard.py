@@ -99,6 +99,21 @@ def test_a_host_tier_is_accepted_as_sglang_takes_it(policy, server_args):
     assert settings.items() <= vars(args).items()
 
 
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({}, "page_first"),  # no host tier: nothing to lay out
+        ({"enable_hierarchical_cache": True}, "layer_first"),
+        ({"enable_hierarchical_cache": True, "hicache_io_backend": "direct"}, "page_first"),
+        ({"enable_hierarchical_cache": True, "hicache_mem_layout": "page_first_direct"}, "page_first_direct"),
+    ],
+)
+def test_kv_on_the_host_is_not_written_token_by_token(settings, layout, server_args):
+    args = server_args(**settings)
+    guard.prepare(args)
+    assert args.hicache_mem_layout == layout
+
+
 def test_no_case_is_left_over_and_no_flag_is_listed_twice():
     assert sorted(refusal.flag for refusal in guard.REFUSALS) == sorted(REFUSED)
 

@@ -418,6 +418,7 @@ class CheckedScheduler:
         account.generation = behind + (0 < m and not exact)
         assert not account.own_rows
         assert req.tail_replay.generation >= account.generation
+        assert most is None or req.tail_replay.generation <= most + 1, "an answer has too many replays behind it"
 
     def _forward(self, step: Step, prefills: list[Req], decodes: list[Req]) -> None:
         """Write the KV and the row of every token; attention reads the KV before it."""
@@ -637,6 +638,7 @@ class CheckedScheduler:
                 assert self.store[rows[has]].tolist() == np.array(path)[has].tolist(), "a cached row was overwritten"
                 for offset, anchor in self.cache.rows.anchors.of(child).items():
                     assert self.saved[anchor.id] == path[offset - 1], "a cached state was overwritten"
+                    assert anchor.generation <= generation, "a state has more replays behind it than its tokens"
                 found |= {p: Entry(bool(h), generation, on_device) for p, h in zip(path, has, strict=True)}
         return found
 

@@ -77,6 +77,32 @@ def test_a_state_behind_an_approximation_says_so():
     assert admitted(server, TEXT[:10] + [50] * 30 + [7, 7]) == (40, 0, True, 1)
 
 
+def exact_tokens_beside_an_approximate_state(**config):
+    """TEXT, whose tokens from 10 on come of an exact replay, while a request that came by an approximate one saves
+    its state at 16."""
+    server = scheduler(interval=4, **config)
+    serve(server, TEXT[:14])
+    whole = TEXT[:10] + [50] * 20
+    server.arrive(whole, 1, ratio=1.0)
+    server.arrive([*whole, 60], 1)
+    server.prefill(20 + 6, lambda: 1)
+    finish(server)
+    assert 16 not in positions(server, whole)
+    return server, whole
+
+
+def test_an_approximate_state_is_not_saved_beside_exact_tokens():
+    server, whole = exact_tokens_beside_an_approximate_state()
+    req = server.arrive([*whole[:17], 99, 98], 1, ratio=1.0)
+    finish(server)
+    assert (req.tail_replay.boundary, req.tail_replay.answer_generation) == (17, 0), "r = 1 is exact"
+
+
+def test_a_state_adds_no_generation_to_what_a_limit_lets_a_hit_take():
+    server, whole = exact_tokens_beside_an_approximate_state(max_generation=0)
+    assert admitted(server, [*whole[:27], 99])[::3] == (27, 1)
+
+
 def test_the_reach_is_bounded():
     server = scheduler(interval=5)
     serve(server, TEXT)  # one pass, an anchor at 30 only

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_tailreplay.replay.graphs import GraphedEngine, buckets, fastest
+from sglang_tailreplay.replay.graphs import GraphedEngine, buckets
 from sglang_tailreplay.replay.groups import find_groups
 from sglang_tailreplay.replay.torch_layers import gdn_layers
 
@@ -62,29 +62,6 @@ def test_buckets_ascend_to_the_budget():
     assert SIZES[0] == 64 and SIZES[-1] == 4096 and list(SIZES) == sorted(set(SIZES))
     assert all(size % 64 == 0 for size in SIZES)
     assert buckets(100) == (64, 100)
-
-
-def test_a_larger_bucket_is_taken_only_where_it_is_faster():
-    choice = fastest({64: 1.0, 128: 0.99, 192: 0.9, 256: 0.95, 320: 2.0})
-    assert choice == {64: 192, 128: 192, 192: 192, 256: 256, 320: 320}
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20))
-def test_the_choice_never_costs_time_or_rows_and_stands(times):
-    milliseconds = {64 * (i + 1): time for i, time in enumerate(times)}
-    choice = fastest(milliseconds)
-    for size, chosen in choice.items():
-        assert chosen >= size and milliseconds[chosen] <= milliseconds[size]
-        assert choice[chosen] == chosen, "rounding a rounded tail must not change it"
-
-
-def test_tails_are_rounded_to_the_buckets_that_were_faster():
-    engine = GraphedEngine([], 256, True, "cpu", 4, torch.float32)
-    ran = iter([3.0, 2.0, 1.0, 4.0])
-    assert engine.tune(lambda body: (body(), next(ran))[1]) == {64: 3.0, 128: 2.0, 192: 1.0, 256: 4.0}
-    assert [engine.rounded(tail) for tail in (1, 65, 192, 193, 300)] == [192, 192, 192, 256, 256 + 192]
-    (launch,) = engine.plan([100])
-    assert engine.bucket(launch.tokens) == 192, "a launch that was not rounded runs in the faster graph, too"
 
 
 EMPTY = GraphedEngine([], 4096, True, "cpu", 4, torch.float32)

@@ -88,8 +88,8 @@ def test_spread():
         ({"cached_tokens_details": {"device": 5, "tail_replay_replayed": 0}}, 0),
     ],
 )
-def test_plugin_int(meta_info, expected):
-    assert report.plugin_int(meta_info, "replayed") == expected
+def test_what_the_plugin_tells(meta_info, expected):
+    assert report.told(meta_info, "replayed") == expected
 
 
 def sample(**changes):
@@ -132,6 +132,7 @@ def test_answers_without_a_common_token_cannot_be_compared():
 
 def case(**changes):
     row = {"name": "m=300", "how": "prefix", "ratio": 1.0, "matched": 300, "cached": 300, "replayed": 300}
+    row["start"] = "zero"
     hit, cold, control = changes.pop("hit", 0.0), changes.pop("cold", 0.0), changes.pop("control", 5.0)
     row["hit_vs_cold"] = {"max_abs": abs(hit - cold), "kl": 0.0}
     row["control_vs_cold"] = {"max_abs": control, "kl": 1.0}
@@ -146,6 +147,8 @@ def case(**changes):
         ({"hit": 0.19, "control": 0.3}, "blind"),
         ({"cached": 299}, "SHORT HIT"),
         ({"replayed": 64}, "SHORT TAIL"),
+        ({"replayed": 64, "start": "seeded"}, "SHORT TAIL"),
+        ({"replayed": 64, "start": "exact"}, "ok"),
         ({"replayed": None}, "SHORT TAIL"),
         ({"ratio": 0.05, "replayed": 64, "hit": 3.0}, "measured"),
         ({"name": "generated", "how": "generated", "hit": 3.0}, "measured"),
