@@ -87,6 +87,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--count, --concurrency and --lengths must be positive")
     if options.url and "zero" in options.modes and not options.zero_url:
         parser.error("--modes zero needs a server of its own: --zero-url, or leave zero out")
+    if any(flag.startswith("--tail-replay-anchor-interval") for flag in options.server_flags):
+        parser.error("--tail-replay-anchor-interval: hits near a saved state do not depend on r; leave it out")
     if (options.url or options.zero_url) and options.server_flags:
         parser.error("flags after -- are for servers that this script starts, not for --url")
 

@@ -126,7 +126,8 @@ def _check_room(client: Client, longest: int) -> None:
 def _progress(done: int, total: int, seconds: float) -> None:
     terminal = sys.stdout.isatty()
     if terminal or done == total or done % 10 == 0:
-        left = seconds / done * (total - done) / 60
-        text = f"{done} of {total} prompts, {seconds / done:.1f} s each, {left:.0f} min left"
+        left = seconds / done * (total - done)
+        duration = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+        text = f"{done} of {total} prompts, {seconds / done:.1f} s each, {duration} left"
         print(f"\r{text:<70}" if terminal and done < total else f"\r{text}" if terminal else text,
               end="" if terminal and done < total else "\n", flush=True)  # fmt: skip

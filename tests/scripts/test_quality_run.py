@@ -115,6 +115,7 @@ def test_what_is_served_as_meant_passes(variant, change, max_tokens):
         ("r=0.1", {"matched": None, "replayed": None}, "mode off"),
         ("r=0.1", {"replayed": 9}, "9 tokens were replayed, r=0.1 asks for 10 of 100"),
         ("r=0.1", {"generation": 2}, "builds on 2"),
+        ("r=0.1", {"generation": 0, "anchored": 1}, "saves states"),
         ("r=1", {"replayed": 100}, "builds on 1"),  # another replay lies behind its prefix
         ("zero", {}, "not in mode zero"),
         ("full", {}, "meant to be served with 0"),
@@ -254,6 +255,7 @@ def test_a_dead_server_is_an_error_with_its_address(tmp_path, model):
         (("--count", "0"), "--count"),
         (("--url", "http://x"), "--zero-url"),
         (("--url", "http://x", "--modes", "full", "--", "--dtype", "float32"), "after --"),
+        (("--", "--tail-replay-anchor-interval", "512"), "do not depend on r"),
         (("--modes", "some"), "some not in"),
     ],
 )

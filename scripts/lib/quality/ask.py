@@ -32,9 +32,10 @@ class ServerFailed(RuntimeError):
 class Reply(NamedTuple):
     output: list[int]
     cached: int
-    matched: int | None  # these three: None where the answer does not tell them
+    matched: int | None  # these: None where the answer does not tell them
     replayed: int | None
     generation: int | None
+    anchored: int | None = None  # 1: its states were rebuilt from a saved one
 
 
 def post(url: str, body: dict[str, Any], timeout: float) -> Any:
@@ -90,7 +91,7 @@ class Asker:
         reply = post(f"{self.url}/generate", body, self.timeout)
         meta = reply["meta_info"]
         details = meta.get("cached_tokens_details") or {}
-        told = (details.get(f"tail_replay_{name}") for name in ("matched", "replayed", "generation"))
+        told = (details.get(f"tail_replay_{name}") for name in ("matched", "replayed", "generation", "anchored"))
         return Reply(reply["output_ids"], meta["cached_tokens"], *told)
 
 
@@ -102,6 +103,8 @@ def check(reply: Reply, m: int, variant: str, max_tokens: int | None = None) -> 
         return
     if reply.matched != m or reply.replayed is None:
         raise WrongBoundary(f"the server does not tell of a replay at {m} (matched={reply.matched}): mode off?")
+    if reply.anchored:
+        raise WrongBoundary("the server saves states, so that hits do not depend on r: --tail-replay-anchor-interval 0")
     ratio = ratio_of(variant)
     if variant == ZERO and reply.replayed:
         raise WrongBoundary(f"{reply.replayed} tokens were replayed: the server is not in mode zero")
