@@ -143,8 +143,9 @@ def signature_problem(wanted: Target) -> str | None:
 # ---- calls whose shape depends on the version ----
 
 
-def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """SGLang's parser and what it makes of argv (a --config file included). TailReplayError for an unknown flag."""
+def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """SGLang's parser, what it makes of argv (a --config file included), and the words that it does not know.
+    TailReplayError for a value that does not parse."""
     from sglang.srt.server_args import ServerArgs
 
     parser = Parser(prog="sglang")
@@ -153,7 +154,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
-    return parser, parser.parse_args(argv)
+    return parser, *parser.parse_known_args(argv)
 
 
 def resolve_arguments(namespace: argparse.Namespace) -> Any:

@@ -113,10 +113,10 @@ class Settled(NamedTuple):
 def settle(arguments: Sequence[str]) -> Settled:
     """Parse and resolve as a start does, but go on after the first refusal without the refused flags."""
     try:
-        parser, namespace = compat.parse_arguments(list(arguments))
+        parser, namespace, unknown = compat.parse_arguments(list(arguments))
     except TailReplayError as error:
         return Settled(None, [Finding(PROBLEM, str(error))])
-    findings: list[Finding] = []
+    findings = [Finding(PROBLEM, f"SGLang knows no {' '.join(unknown)}")] if unknown else []
     while True:
         try:
             server_args = compat.resolve_arguments(copy.copy(namespace))
