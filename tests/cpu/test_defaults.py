@@ -14,7 +14,7 @@ MEMORY = 16 << 30
 
 
 def flags(arguments: list[str]) -> dict[str, str]:
-    return dict(argument.split("=", 1) for argument in arguments)
+    return dict(argument.partition("=")[::2] for argument in arguments)
 
 
 def test_every_argument_is_one_flag_with_its_value():
@@ -70,6 +70,18 @@ def test_activation_reaches_a_spawned_process():
 def test_activation_twice_adds_nothing():
     code = f"{ACTIVATE} first = (os.environ['PYTHONPATH'], list(sys.path)); cpu.activate();"
     assert in_fresh_process(f"{code} print(first == (os.environ['PYTHONPATH'], sys.path))") == "True"
+
+
+def test_images_are_prepared_without_the_stand_in_of_torchvision(tmp_path):
+    """transformers would call it. A torchvision that works is left to it."""
+    flag = "--disable-fast-image-processor"
+    count = f"{ACTIVATE} print([cpu.default_arguments(given, 1 << 34).count('{flag}') for given in ([], ['{flag}'])])"
+    usable, broken = tmp_path / "usable", tmp_path / "broken"
+    for folder, content in ((usable, ""), (broken, "raise RuntimeError('made for another torch')")):
+        (folder / "torchvision").mkdir(parents=True)
+        (folder / "torchvision" / "__init__.py").write_text(content)
+    assert in_fresh_process(count, PYTHONPATH=str(usable)) == "[0, 0]"
+    assert in_fresh_process(count, PYTHONPATH=str(broken)) == "[1, 0]"
 
 
 def test_settings_of_the_user_survive(tmp_path):
