@@ -1,7 +1,9 @@
 """A tiny random hybrid checkpoint with a byte-level tokenizer, for tests and demonstrations.
 
-    python -m sglang_tailreplay.tiny_model DIR [--family qwen3_5|qwen3_5_vl|olmo_hybrid|qwen3_5_moe|qwen3_next]
-        [--decay slow|fast] [--vocab 1024] [--seed 0] [--dtype bfloat16]
+    python -m sglang_tailreplay.tiny_model DIR [--family qwen3_5] [--decay slow|fast] [--vocab 1024] [--seed 0]
+        [--dtype bfloat16]
+
+`--help` lists the families; those in _vl have a vision tower.
 
 Random weights with default initialisation hide cache bugs: changing an early token never changes the answer. So the
 decay of the recurrent states is chosen, and attention is made sharp enough that one far token matters:
@@ -128,6 +130,12 @@ FAMILIES = {
         "Qwen3_5ForConditionalGeneration",
         _QWEN | dict(rope_parameters=_MROPE),
         "Qwen3_5Config",
+    ),
+    "qwen3_5_moe_vl": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        _QWEN | _EXPERTS | dict(rope_parameters=_MROPE),
+        "Qwen3_5MoeConfig",
     ),
     "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _QWEN | _EXPERTS),
     "qwen3_next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", _QWEN | _EXPERTS),

@@ -20,9 +20,10 @@ START, END, IMAGE = range(1024 - len(VISION_TOKENS), 1023)
 IMAGE_TOKENS = 16  # of a picture of 64 x 64 pixels: patches of 8 x 8, of which 2 x 2 are a token
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("multimodal"), dtype=torch.float32, family="qwen3_5_vl")
+# The mixture differs below the vision tower only, where tests/serving/test_families.py covers it.
+@pytest.fixture(scope="module", params=["qwen3_5_vl", pytest.param("qwen3_5_moe_vl", marks=pytest.mark.slow)])
+def checkpoint(request, tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp(request.param), dtype=torch.float32, family=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,8 @@ class Reference:
     def __init__(self, checkpoint):
         import transformers
 
-        self.model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+        load = transformers.AutoModelForImageTextToText.from_pretrained
+        self.model = load(checkpoint, dtype=torch.float32).eval()
         self.processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
 
     @torch.no_grad()
@@ -51,7 +53,7 @@ class Reference:
         if picture is not None:
             images = dict(self.processor([picture], return_tensors="pt"))
             images["mm_token_type_ids"] = (whole == IMAGE).int()
-        logits = self.model.eval()(input_ids=whole, **images).logits[0, len(ids) - 1 : -1]
+        logits = self.model(input_ids=whole, **images).logits[0, len(ids) - 1 : -1]
         return logits.argmax(-1).tolist() == list(tokens)
 
 
