@@ -326,7 +326,9 @@ class Planner:
         """Called for a decode batch after its slots are allocated: one token per request."""
         self._running = False
         component = self.cache.rows
-        ids = component.alloc(len(reqs))
+        plain = [has_plain_tokens(req) for req in reqs]
+        ids = no_rows(len(reqs))  # for what follows an image: nobody is ever served from it
+        ids[plain] = component.alloc(sum(plain))
         for req, row in zip(reqs, ids.tolist(), strict=True):
             rows = component.track(req)
             self._continue_at(rows, req.kv_committed_len - 1)

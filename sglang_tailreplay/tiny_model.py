@@ -1,7 +1,9 @@
 """A tiny random hybrid checkpoint with a byte-level tokenizer, for tests and demonstrations.
 
-    python -m sglang_tailreplay.tiny_model DIR [--family qwen3_5|olmo_hybrid|qwen3_5_moe|qwen3_next] [--decay slow|fast]
-        [--vocab 1024] [--seed 0] [--dtype bfloat16]
+    python -m sglang_tailreplay.tiny_model DIR [--family qwen3_5] [--decay slow|fast] [--vocab 1024] [--seed 0]
+        [--dtype bfloat16]
+
+`--help` lists the families; those in _vl have a vision tower.
 
 Random weights with default initialisation hide cache bugs: changing an early token never changes the answer. So the
 decay of the recurrent states is chosen, and attention is made sharp enough that one far token matters:
@@ -21,6 +23,8 @@ import torch
 DECAYS = ("slow", "fast")
 LAYERS = 8
 FULL_ATTENTION_INTERVAL = 4  # layers 3 and 7 are full attention, the other six Gated DeltaNet
+# Special tokens of the multimodal family, the last ids of the vocabulary.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 DECAY_PROJECTIONS = ("in_proj_a.weight", "in_proj_ba.weight", "linear_attn.a_proj.weight")
 
 # Earlier assistant turns lose their <think> part once a user turn follows, as in the templates of reasoning models. The
@@ -36,6 +40,20 @@ CHAT_TEMPLATE = """\
 {%- set content = content.split('</think>')[-1].lstrip() -%}
 {%- endif -%}
 {{- '<|' + message['role'] + '|>' + content + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+# For contents that are lists of texts and images. The name "image" in it tells SGLang to hand lists over.
+MULTIMODAL_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}
+{%- for part in message['content'] -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' if 'image' in part['type'] else part['text'] -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
@@ -74,6 +92,20 @@ _EXPERTS = dict(
     moe_intermediate_size=64,
     shared_expert_intermediate_size=64,
 )
+# Images are positions in three dimensions, so rotary frequencies are divided among time, height and width.
+_MROPE = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+_MROPE |= dict(mrope_section=[2, 1, 1], mrope_interleaved=True)
+_VISION = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=2,
+    patch_size=8,
+    out_hidden_size=128,  # the text model's
+    num_position_embeddings=64,
+    deepstack_visual_indexes=[],  # none, as in the released models; SGLang would assume three
+    initializer_range=0.15,
+)
 _OLMO = _COMMON | dict(
     hidden_size=96,
     intermediate_size=160,
@@ -87,11 +119,24 @@ _OLMO = _COMMON | dict(
 class Family(NamedTuple):
     config: str  # class of transformers
     model: str  # class of transformers
-    fields: dict
+    fields: dict  # of the text model
+    multimodal: str | None = None  # class of the whole config; `config` is its text part
 
 
 FAMILIES = {
     "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN),
+    "qwen3_5_vl": Family(
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForConditionalGeneration",
+        _QWEN | dict(rope_parameters=_MROPE),
+        "Qwen3_5Config",
+    ),
+    "qwen3_5_moe_vl": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForConditionalGeneration",
+        _QWEN | _EXPERTS | dict(rope_parameters=_MROPE),
+        "Qwen3_5MoeConfig",
+    ),
     "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _QWEN | _EXPERTS),
     "qwen3_next": Family("Qwen3NextConfig", "Qwen3NextForCausalLM", _QWEN | _EXPERTS),
     "olmo_hybrid": Family("OlmoHybridConfig", "OlmoHybridForCausalLM", _OLMO),
@@ -108,7 +153,7 @@ def write_tiny_model(
 ) -> Path:
     """Writes config, weights and tokenizer to folder `path` and returns it. The same arguments give the same weights.
 
-    `config_overrides` are fields of transformers' config of the family.
+    `config_overrides` are fields of transformers' config of the family, of its text part where there is another.
     """
     if decay not in DECAYS:
         raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {decay!r}")
@@ -117,7 +162,11 @@ def write_tiny_model(
     config = tiny_config(family, **config_overrides)
     model = _random_model(config, FAMILIES[family].model, decay, seed).to(dtype)
     model.save_pretrained(path)
-    _byte_tokenizer(config.vocab_size).save_pretrained(path)
+    multimodal = FAMILIES[family].multimodal is not None
+    tokenizer = _byte_tokenizer(config.get_text_config().vocab_size, VISION_TOKENS if multimodal else ())
+    tokenizer.save_pretrained(path)
+    if multimodal:
+        _save_image_processor(path)
     return Path(path)
 
 
@@ -134,7 +183,14 @@ def tiny_config(family: str = "qwen3_5", **overrides):
     if family != "olmo_hybrid":
         fields["full_attention_interval"] = interval
     known = FAMILIES[family]
-    return getattr(transformers, known.config)(**known.fields | fields | overrides)
+    text = getattr(transformers, known.config)(**known.fields | fields | overrides)
+    if known.multimodal is None:
+        return text
+    first = text.vocab_size - len(VISION_TOKENS)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")  # as VISION_TOKENS
+    ids = {name: first + i for i, name in enumerate(names)}
+    # As a dictionary, from which a public checkpoint's config is made, too.
+    return getattr(transformers, known.multimodal)(text_config=text.to_dict(), vision_config=_VISION, **ids)
 
 
 def _random_model(config, model_class: str, decay: str, seed: int):
@@ -166,15 +222,16 @@ def _set_decay(name: str, parameter: torch.Tensor, decay: str) -> None:
         parameter.copy_((math.log(2) / half_lives / per_token).log())
 
 
-def _byte_tokenizer(vocab_size: int):
-    """One token per byte after <s> and </s>; names without a meaning fill the vocabulary."""
+def _byte_tokenizer(vocab_size: int, special: tuple[str, ...] = ()):
+    """One token per byte after <s> and </s>, then names without a meaning, then the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    if vocab_size < len(names):
-        raise ValueError(f"vocab_size must be at least {len(names)}, got {vocab_size}")
-    names += [f"<unused{i}>" for i in range(len(names), vocab_size)]
+    if vocab_size < len(names) + len(special):
+        raise ValueError(f"vocab_size must be at least {len(names) + len(special)}, got {vocab_size}")
+    names += [f"<unused{i}>" for i in range(len(names), vocab_size - len(special))]
+    names += special
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -183,8 +240,17 @@ def _byte_tokenizer(vocab_size: int):
         bos_token="<s>",
         eos_token="</s>",
         pad_token="</s>",
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=list(special),
+        chat_template=MULTIMODAL_CHAT_TEMPLATE if special else CHAT_TEMPLATE,
     )
+
+
+def _save_image_processor(path: str | Path) -> None:
+    """What turns an image into patches of the vision tower: for an image of 32 x 32 pixels, 16 patches and 4 tokens."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    image = Qwen2VLImageProcessorPil(patch_size=_VISION["patch_size"], min_pixels=256, max_pixels=16384)
+    image.save_pretrained(path)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from sglang_tailreplay.cpu import activate
 activate()
 transformers = pytest.importorskip("transformers")
 
-from sglang_tailreplay.tiny_model import write_tiny_model  # noqa: E402  (transformers must find the stand-ins)
+from sglang_tailreplay.tiny_model import VISION_TOKENS, write_tiny_model  # noqa: E402  (transformers must find the stand-ins)
 
 TOKENS = 300
 
@@ -111,6 +111,18 @@ def test_every_text_survives_the_tokenizer(tokenizer):
     ids = tokenizer.encode(text)
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
+
+
+def test_a_chat_with_an_image_has_its_tokens(tmp_path):
+    write_tiny_model(tmp_path, family="qwen3_5_vl", num_hidden_layers=4)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    start, end, image = config.vision_start_token_id, config.vision_end_token_id, config.image_token_id
+    assert tokenizer.convert_tokens_to_ids(VISION_TOKENS) == [start, end, image, config.video_token_id]
+    assert max(start, end, image, config.video_token_id) < config.text_config.vocab_size
+    content = [{"type": "image"}, {"type": "text", "text": "a?"}]
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    assert tokenizer.encode(rendered) == tokenizer.encode("<|user|>") + [start, image, end] + tokenizer.encode("a?\n")
 
 
 def test_earlier_thoughts_are_dropped_when_the_conversation_goes_on(tokenizer):

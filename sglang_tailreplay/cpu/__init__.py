@@ -29,6 +29,10 @@ def activate(environ: MutableMapping[str, str] = os.environ) -> None:
     for package in ("triton", "torchvision", "sgl_kernel"):
         if not _is_usable(package):
             _prepend_path(STAND_INS / package, environ)
+    if is_stand_in("triton"):
+        # Or the first function that SGLang compiles (vision towers have some) ends its scheduler: torch.compile takes
+        # the stand-in for a Triton. Read when torch compiles for the first time.
+        environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def default_arguments(argv: Sequence[str], free_memory_bytes: int) -> list[str]:
@@ -47,12 +51,21 @@ def default_arguments(argv: Sequence[str], free_memory_bytes: int) -> list[str]:
         "--mem-fraction-static": "0.2",
     }
     given = {argument.split("=", 1)[0] for argument in argv}
-    return [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+    added = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+    # transformers prepares images with torchvision where it finds one, and the stand-in only looks like one.
+    without_torchvision = "--disable-fast-image-processor"
+    if is_stand_in("torchvision") and without_torchvision not in given:
+        added.append(without_torchvision)
+    return added
 
 
 def stand_in_active() -> bool:
     """Whether `sgl_kernel` is this project's stand-in, here and in the processes that will be spawned."""
-    spec = importlib.util.find_spec("sgl_kernel")
+    return is_stand_in("sgl_kernel")
+
+
+def is_stand_in(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(STAND_INS)
 
 

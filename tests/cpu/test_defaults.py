@@ -14,7 +14,7 @@ MEMORY = 16 << 30
 
 
 def flags(arguments: list[str]) -> dict[str, str]:
-    return dict(argument.split("=", 1) for argument in arguments)
+    return dict(argument.partition("=")[::2] for argument in arguments)
 
 
 def test_every_argument_is_one_flag_with_its_value():
@@ -50,7 +50,8 @@ def test_arguments_are_not_modified():
 
 
 def in_fresh_process(code: str, **environ: str) -> str:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    ours = ("PYTHONPATH", "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE")
+    inherited = {key: value for key, value in os.environ.items() if key not in ours}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=inherited | environ, timeout=120
     )
@@ -70,6 +71,18 @@ def test_activation_reaches_a_spawned_process():
 def test_activation_twice_adds_nothing():
     code = f"{ACTIVATE} first = (os.environ['PYTHONPATH'], list(sys.path)); cpu.activate();"
     assert in_fresh_process(f"{code} print(first == (os.environ['PYTHONPATH'], sys.path))") == "True"
+
+
+def test_images_are_prepared_without_the_stand_in_of_torchvision(tmp_path):
+    """transformers would call it. A torchvision that works is left to it."""
+    flag = "--disable-fast-image-processor"
+    count = f"{ACTIVATE} print([cpu.default_arguments(given, 1 << 34).count('{flag}') for given in ([], ['{flag}'])])"
+    usable, broken = tmp_path / "usable", tmp_path / "broken"
+    for folder, content in ((usable, ""), (broken, "raise RuntimeError('made for another torch')")):
+        (folder / "torchvision").mkdir(parents=True)
+        (folder / "torchvision" / "__init__.py").write_text(content)
+    assert in_fresh_process(count, PYTHONPATH=str(usable)) == "[0, 0]"
+    assert in_fresh_process(count, PYTHONPATH=str(broken)) == "[1, 0]"
 
 
 def test_settings_of_the_user_survive(tmp_path):
@@ -133,8 +146,17 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    if cpu.STAND_INS.joinpath("triton").as_posix() not in in_fresh_process(
-        f"{ACTIVATE} import triton; print(triton.__file__)"
-    ):
-        pytest.skip("the real Triton is installed")
+    skip_with_triton()
     assert "doubled" in in_fresh_process(code)
+
+
+def test_a_compiled_function_runs_without_triton():
+    """SGLang's vision towers have some. torch.compile fails where it takes the stand-in for a Triton."""
+    skip_with_triton()
+    code = f"{ACTIVATE} import torch; print(torch.compile(lambda x: x + 1)(torch.ones(1)).item())"
+    assert in_fresh_process(code) == "2.0"
+
+
+def skip_with_triton():
+    if in_fresh_process(f"{ACTIVATE} print(cpu.is_stand_in('triton'))") == "False":
+        pytest.skip("the real Triton is installed")

@@ -224,6 +224,16 @@ def test_decode_gives_every_request_one_row_at_its_position():
     assert p.admissions == [Admission(0, 0, None), Admission(40, 10, None)]
 
 
+def test_what_is_said_about_an_image_takes_no_row():
+    p, image, text = planner(), request(0, 2, multimodal_inputs=object()), request(40, 3)
+    p.plan_extend([image, text])
+    for req in (image, text):
+        req.kv_committed_len += 1
+    assert p.plan_decode([image, text]).rows.tolist() == [NO_ROW, 3]
+    assert (image.tail_replay.ids.tolist(), image.tail_replay.end) == ([NO_ROW] * 3, 3)
+    assert p.cache.rows.pool.used_rows == 4
+
+
 def test_decode_in_a_full_store_goes_on_without_rows():
     p, req = planner(capacity=2), request(0, 2)
     p.plan_extend([req])
