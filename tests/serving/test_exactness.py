@@ -131,13 +131,13 @@ def test_prefix_tree_under_load(serve_tiny, tree_answers, flags, env):
 
 
 def test_prefix_tree_with_few_rows(few_rows, tree_answers):
-    answers_are_cold_ones(few_rows, *tree_answers)
+    answers_are_cold_ones(few_rows, *tree_answers, hits=20)  # which ones find their rows depends on who came first
 
 
-def answers_are_cold_ones(server, prompts, expected):
+def answers_are_cold_ones(server, prompts, expected, hits=40):
     answers = server.generate_many(prompts, 12, concurrency=6)
     assert [a.tokens for a in answers] == expected
-    assert sum(a.cached_tokens > 0 for a in answers) > 40
+    assert sum(a.cached_tokens > 0 for a in answers) > hits
     # Idle from here on: SGLang's leak check and ours run, and take the server down if something does not add up.
     server.flush()
     time.sleep(1.5)

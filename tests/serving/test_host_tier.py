@@ -25,8 +25,8 @@ def tiered(request, serve_tiny):
 
 
 def push_out(server, prompt):
-    """Other prompts, each sent twice so that every policy copies them, take the whole device."""
-    for _ in range(3):
+    """Other prompts, each sent twice so that every policy copies them, take the whole device, and some more."""
+    for _ in range(4):
         ids = prompt(600)
         for _ in range(2):
             server.generate(ids, 1)
