@@ -43,7 +43,8 @@ def sandbox():
             return answer["value"]
 
         yield call
-        process.stdin.close()
+        # Not by closing its input: a process that was forked meanwhile may hold that open, too.
+        process.kill()
 
 
 def write_model(path: str) -> None:

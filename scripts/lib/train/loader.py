@@ -60,7 +60,9 @@ class Loader:
 
     def close(self) -> None:
         for process in self._processes:
-            process.terminate()
+            process.kill()  # it only makes numbers, and a fork of threads may never get to a softer signal
+        for process in self._processes:
+            process.join()
 
     def _fill(self, made: multiprocessing.Queue, seed: int, number: int) -> None:
         parent = os.getppid()
