@@ -103,15 +103,18 @@ class AnchorStore:
 
         `layer` is its index in the pool. The host does not wait.
         """
-        parts = self._encode(states)
+        self._send(self._encode(states), [(anchor, layer) for anchor in anchors])
+        self._saved[list(anchors)] += 1
+
+    def _send(self, parts: Sequence[Tensor], places: Sequence[int | tuple[int, int]]) -> None:
+        """Copy parts [n, ...], made on the current stream, to n places: anchors, or one layer of each."""
         copy = self._lanes.copy
         with copy.after(self._lanes.mark_current("states gathered")):
             copy.reads(*parts)
             copy.writes(*self._host)
             for part, host in zip(parts, self._host, strict=True):
-                for i, anchor in enumerate(anchors):
-                    host[anchor, layer].copy_(part[i], non_blocking=True)
-        self._saved[list(anchors)] += 1
+                for i, place in enumerate(places):
+                    host[place].copy_(part[i], non_blocking=True)
 
     def _encode(self, states: Sequence[Tensor]) -> list[Tensor]:
         """One tensor [n, ...] per part of the pool, as they are kept: new memory."""
@@ -139,14 +142,9 @@ class AnchorStore:
         slots = torch.stack([take.slot for take in takes]).to(torch.int64)
         # The next pass on this stream changes the slots; the copies are its own.
         copies = self._encode([part.index_select(1, slots).transpose(0, 1) for part in self._pool])
-        copy = self._lanes.copy
-        with copy.after(self._lanes.mark_current("states gathered")):
-            copy.reads(*copies)
-            copy.writes(*self._host)
-            for part, host in zip(copies, self._host, strict=True):
-                for i, take in enumerate(takes):
-                    host[take.anchor].copy_(part[i], non_blocking=True)
-        self._saved[[take.anchor for take in takes]] = self._layers
+        anchors = [take.anchor for take in takes]
+        self._send(copies, anchors)
+        self._saved[anchors] = self._layers
 
     def fetch(self, anchors: Sequence[int]) -> Fetched:
         """Bring whole states to the device, on the copy lane: after every save that was asked for before."""
