@@ -14,6 +14,8 @@ from typing import Any
 import paper
 from bench_print import column
 
+from sglang_tailreplay.figure import save_figure
+
 # kind of request, engine, ratio -> label and line style
 LINES = {
     ("cold", "stock", None): ("cold prefill, stock", "k-"),
@@ -96,10 +98,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
     axes.grid(True, which="both", alpha=0.25)
     # Beside the lines: a document of the bench has too many of them for a place between.
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1)) if bench else axes.legend(fontsize=8)
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(out.with_suffix(suffix), dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def is_bench(report: dict[str, Any]) -> bool:

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import gpu_trace
 
+from sglang_tailreplay.figure import save_figure
+
 LANES = ("copy", "replay", "forward", "other")
 ROWS = re.compile(r"move_rows_kernel")
 KV = re.compile(r"transfer_kernel_impl")  # sgl_kernel's, in either direction
@@ -218,10 +220,7 @@ def draw(events: Sequence[Event], title: str, out: Path) -> None:
     axes.set(xlabel="ms since the first event on the GPU", title=title)
     axes.grid(True, axis="x", alpha=0.25)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    for suffix in (".svg", ".png"):
-        figure.savefig(out.with_name(out.name + suffix), dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out.with_name(out.name + ".svg"))  # the name has dots of its own
 
 
 def _drawn_in(event: Event) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_tailreplay.calibrate.judge import Score
 from sglang_tailreplay.calibrate.plan import Cell
+from sglang_tailreplay.figure import save_figure
 
 
 def table(scores: Mapping[Cell, Score]) -> str:
@@ -66,12 +67,7 @@ def draw(scores: Mapping[Cell, Score], model: str, wanted: float, out: Path) -> 
     axes[1, 0].set_ylabel("KL(cold || hit), nats")
     axes[0, 0].legend(fontsize=7)
     figure.suptitle(model)
-    figure.tight_layout()
-    written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
-    for path in written:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return written
+    return save_figure(figure, out)
 
 
 def _lines(axes: Any, length: int, found: Mapping[Cell, Score]) -> None:

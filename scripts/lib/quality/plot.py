@@ -8,6 +8,7 @@ from typing import Any
 
 from quality.answers import FULL, ZERO, ratio_of
 from quality.summary import BENCHMARKS
+from sglang_tailreplay.figure import save_figure
 
 
 def points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, float]]:
@@ -52,12 +53,7 @@ def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
             axes.legend(fontsize=7)
     all_axes[0][0].set_ylabel("score; dashed: full prefill")
     figure.suptitle(model)
-    figure.tight_layout()
-    written = [out.with_suffix(suffix) for suffix in (".svg", ".png")]
-    for path in written:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return written
+    return save_figure(figure, out)
 
 
 def _line(axes: Any, label: str, variants: Mapping[str, Any]) -> None:
