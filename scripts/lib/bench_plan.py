@@ -15,6 +15,7 @@ import paper
 from prompts import Prompt, Segment, share
 
 from sglang_tailreplay.replay.tail import tail_length
+from sglang_tailreplay.replay_rule import EXACT
 
 DEVICE, HOST = "device", "host"  # where the KV of a hit lies
 SECTIONS = ("capacity", "hits", "bursts", "trace")
@@ -27,16 +28,18 @@ class Kind(NamedTuple):
 
     tail_replay: bool
     host_tier: bool = False
-    config: dict[str, bool] = {}
+    config: dict[str, bool | int] = {}
     variant: str = ""  # column of the paper's Table 2
+    exact: bool = False  # every hit begins at a saved state, whatever the ratio
 
     @property
     def sources(self) -> tuple[str, ...]:
         return (HOST, DEVICE) if self.host_tier else (DEVICE,)
 
 
+_BEST = {"overlap": True, "skip": True}
 _VARIANTS = {
-    "": ({"overlap": True, "skip": True}, paper.SKIP),
+    "": (_BEST, paper.SKIP),
     "-ovl": ({"overlap": True, "skip": False}, paper.OVERLAP),
     "-ser": ({"overlap": False, "skip": False}, paper.SERIAL),
 }
@@ -44,6 +47,7 @@ ENGINES: dict[str, Kind] = {
     "stock": Kind(False),
     **{f"resident{end}": Kind(True, False, *settings) for end, settings in _VARIANTS.items()},
     **{f"host{end}": Kind(True, True, *settings) for end, settings in _VARIANTS.items()},
+    "anchored": Kind(True, True, _BEST | {"anchor_interval": 1024}, "saved states", exact=True),
 }
 DEFAULT_ENGINES = ("stock", "host", "host-ser")  # the paper's Table 2
 
@@ -61,6 +65,7 @@ class Sizes:
     cold: int = 20  # timed cold prefills per length of stock, each with the first prompt that leaves its path
     primes: int = 5  # the same of the other engines; their hits are spread over them
     ratios: tuple[float, ...] = paper.RATIOS
+    sources: tuple[str, ...] = (HOST, DEVICE)
     bursts: tuple[int, ...] = (1, 4, 16)  # requests at once
     burst_length: int = 8226
     burst_rounds: int = 3
@@ -71,6 +76,8 @@ class Sizes:
             raise ValueError(f"need 1 <= primes <= hits and 1 <= cold, got {self.primes}, {self.hits}, {self.cold}")
         if any(not 0 < ratio <= 1 for ratio in self.ratios):
             raise ValueError(f"ratios must lie in (0, 1], got {self.ratios}")
+        if not set(self.sources) <= {HOST, DEVICE}:
+            raise ValueError(f"sources are {HOST} and {DEVICE}, got {self.sources}")
 
 
 class Request(NamedTuple):
@@ -114,10 +121,11 @@ def _ask(sizes: Sizes, number: int, kind: str, length: int, suffix: str, **more:
 def _tail_replay_round(sizes: Sizes, kind: Kind, chunk: int, number: int, repeats: int) -> Iterator[Request]:
     for length in sizes.lengths:
         yield _ask(sizes, number, "cold", length, "")
+    ratios = sizes.ratios[:1] if kind.exact else sizes.ratios
     for repeat in range(repeats):
-        for ratio in sizes.ratios:
+        for ratio in ratios:
             for length in sizes.lengths:
-                for source in kind.sources:
+                for source in (source for source in kind.sources if source in sizes.sources):
                     suffix = f"{repeat}/{ratio}/{source}"
                     yield _ask(sizes, number, "hit", length, suffix, ratio=ratio, source=source)
                 if ratio == sizes.ratios[-1]:
@@ -138,17 +146,18 @@ def _stock_round(sizes: Sizes, kind: Kind, chunk: int, number: int, repeats: int
 
 
 class Served(NamedTuple):
-    """What an answer tells: tokens from the cache, from which tier of it, and the length of the tail."""
+    """What an answer tells: tokens from the cache, from which tier of it, the length of the tail and how it began."""
 
     cached: int
     device: int
     host: int
     replayed: int | None
+    start: str | None = None
 
 
-def rejection(kind: str, length: int, source: str | None, least_tail: int, served: Served) -> str | None:
+def rejection(kind: str, length: int, source: str | None, least_tail: int | None, served: Served) -> str | None:
     """Why an answer is no data point: it was not served as the request means. None: it was. Without a source only cold
-    requests are checked."""
+    requests are checked; without a least tail a hit must be exact."""
     if kind == "cold" and served.cached:
         return f"{served.cached} tokens of a fresh prompt came from the cache"
     if source is None:
@@ -158,13 +167,18 @@ def rejection(kind: str, length: int, source: str | None, least_tail: int, serve
         return (
             f"not {length} tokens from the {source}: {served.device} device, {served.host} host, {served.cached} cached"
         )
+    if least_tail is None:
+        return None if served.start == EXACT else f"the replay is {served.start}, not {EXACT}"
     if served.replayed is None or served.replayed < least_tail:
         return f"at least {least_tail} tokens should be replayed: {served.replayed}"
     return None
 
 
-def least_tail(length: int, ratio: float | None) -> int:
-    """Tokens that a hit has to replay at the least; min_tokens, and graphs of fixed lengths, may add to it."""
+def least_tail(kind: Kind, length: int, ratio: float | None) -> int | None:
+    """Tokens that a hit has to replay at the least; min_tokens, and graphs of fixed lengths, may add to it. None: what
+    there is between a saved state and the boundary."""
+    if kind.exact:
+        return None
     return tail_length(length, ratio, 1) if ratio and ratio != SHORTEST else 1
 
 
@@ -196,7 +210,9 @@ def bursts(sizes: Sizes) -> list[Burst]:
     return plan
 
 
-def burst_rejection(burst: Burst, source: str | None, ratio: float | None, served: Sequence[Served]) -> str | None:
+def burst_rejection(
+    kind: Kind, burst: Burst, source: str | None, ratio: float | None, served: Sequence[Served]
+) -> str | None:
     """As `rejection`, of the first answer that is none. Of requests with one prefix, the first brings its KV to the
     GPU for the others, so that their tier says nothing."""
     if source is None or burst.variant == "prime":
@@ -206,7 +222,7 @@ def burst_rejection(burst: Burst, source: str | None, ratio: float | None, serve
         tier = source
         if burst.variant == "same":
             tier, one = DEVICE, one._replace(device=one.device + one.host, host=0)
-        if wrong := rejection("hit", matched, tier, least_tail(matched, ratio), one):
+        if wrong := rejection("hit", matched, tier, least_tail(kind, matched, ratio), one):
             return wrong
     return None
 

@@ -82,7 +82,7 @@ class BenchRunner(engine_runner.Runner):
         if request.kind == "cold":
             time.sleep(SETTLE_SECONDS)
         said = served(reply)
-        least = bench_plan.least_tail(request.length, request.ratio)
+        least = bench_plan.least_tail(self.kind, request.length, request.ratio)
         return {
             **{key: getattr(request, key) for key in ("kind", "length", "ratio", "source")},
             "ms": seconds * 1e3,
@@ -129,7 +129,7 @@ class BenchRunner(engine_runner.Runner):
             "prompt_tokens": sum(map(len, prompts)),
             "new_tokens": sum(reply["meta_info"]["completion_tokens"] for _, reply in answers),
             "cached": [one.cached for one in said],
-            "rejected": bench_plan.burst_rejection(burst, self.first_source, self.burst_ratio, said),
+            "rejected": bench_plan.burst_rejection(self.kind, burst, self.first_source, self.burst_ratio, said),
         }
 
     async def stream(self, ids: list[int], start: float) -> tuple[float, Any]:
@@ -170,7 +170,7 @@ class BenchRunner(engine_runner.Runner):
 def served(reply: dict[str, Any]) -> Served:
     facts = engine_runner.cache_facts(reply)
     tiers = reply["meta_info"].get("cached_tokens_details") or {}
-    return Served(facts["cached"], tiers.get("device", 0), tiers.get("host", 0), facts["replayed"])
+    return Served(facts["cached"], tiers.get("device", 0), tiers.get("host", 0), facts["replayed"], facts["start"])
 
 
 def main(plan_path: str, out_path: str, progress_fd: str) -> int:

@@ -15,6 +15,7 @@ Engines, each a process of its own (70 to 130 s of start on an H200):
     host-ovl       the same, H2D-OVL: the last FFN of each group is computed
     host-ser       the same, H2D-SER: copies, replay and forward one after the other, nothing skipped
     resident[-ovl|-ser]  without HiCache, KV on the GPU
+    anchored       as host, with a state saved every 1,024 tokens: hits are exact, whatever the ratio
 
 Where MEASURE_TURN names a file, several calls at once start their engines side by side and measure one after the other.
 
@@ -86,6 +87,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = Sizes()
     parser.add_argument("--lengths", type=numbers(int), help="matched prefixes, in tokens; the paper's for the shape")
     parser.add_argument("--ratios", type=numbers(float), default=sizes.ratios, help="the first one is the engine's")
+    parser.add_argument("--sources", type=names(sizes.sources), default=sizes.sources, help="where the KV of hits lies")
     parser.add_argument("--hits", type=int, default=sizes.hits, help="timed hits per length, ratio and source")
     parser.add_argument("--cold", type=int, default=sizes.cold, help="timed cold prefills per length, stock")
     parser.add_argument(
@@ -111,7 +113,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    fields = ("lengths", "ratios", "hits", "cold", "primes", "bursts", "burst_length", "burst_rounds")
+    fields = ("lengths", "ratios", "hits", "cold", "primes", "sources", "bursts", "burst_length", "burst_rounds")
     return Sizes(**{field: getattr(options, field) for field in fields})
 
 

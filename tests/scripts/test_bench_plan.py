@@ -1,5 +1,6 @@
 """What bench_ttft asks, and which answers count; no engine runs here."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -38,8 +39,9 @@ def test_every_cell_of_an_engine_gets_its_samples(engine):
     timed = [request for request in bench_plan.requests(SMALL, engine, CHUNK) if request.timed]
     for length in SMALL.lengths:
         assert sum(r.kind == "cold" and r.length == length for r in timed) == SMALL.primes
-        for ratio in SMALL.ratios:
-            for source in bench_plan.ENGINES[engine].sources:
+        kind = bench_plan.ENGINES[engine]
+        for ratio in SMALL.ratios[:1] if kind.exact else SMALL.ratios:
+            for source in kind.sources:
                 cell = [r for r in timed if (r.kind, r.length, r.ratio, r.source) == ("hit", length, ratio, source)]
                 assert len(cell) == SMALL.hits
 
@@ -91,7 +93,20 @@ def test_warm_up_is_one_of_each():
     ],
 )
 def test_a_hit_counts_only_from_its_tier_and_with_its_tail(source, served, wrong):
-    assert (rejection("hit", 300, source, bench_plan.least_tail(300, 0.05), served) is not None) == wrong
+    least = bench_plan.least_tail(bench_plan.ENGINES["host"], 300, 0.05)
+    assert (rejection("hit", 300, source, least, served) is not None) == wrong
+
+
+@pytest.mark.parametrize("start", ["exact", "seeded", "zero", None])
+def test_a_hit_on_saved_states_counts_only_if_it_is_exact(start):
+    least = bench_plan.least_tail(bench_plan.ENGINES["anchored"], 300, 0.05)
+    assert (rejection("hit", 300, "host", least, Served(300, 0, 300, 3, start)) is None) == (start == "exact")
+
+
+def test_hits_can_be_asked_from_one_tier_only():
+    for sources in (("host",), ("device",)):
+        asked = bench_plan.requests(dataclasses.replace(SMALL, sources=sources), "host", CHUNK)
+        assert {request.source for request in asked if request.kind == "hit"} == set(sources)
 
 
 def test_a_cold_prompt_counts_only_if_nothing_was_cached():
@@ -101,9 +116,10 @@ def test_a_cold_prompt_counts_only_if_nothing_was_cached():
 
 
 def test_tail_length_is_read_as_written():
-    assert bench_plan.least_tail(1000, 0.05) == 50
-    assert bench_plan.least_tail(8226, 0.1) == 823
-    assert bench_plan.least_tail(8226, bench_plan.SHORTEST) == 1
+    kind = bench_plan.ENGINES["host"]
+    assert bench_plan.least_tail(kind, 1000, 0.05) == 50
+    assert bench_plan.least_tail(kind, 8226, 0.1) == 823
+    assert bench_plan.least_tail(kind, 8226, bench_plan.SHORTEST) == 1
 
 
 def test_bursts_hit_prefixes_of_their_own_or_one():
@@ -125,16 +141,20 @@ def test_a_burst_counts_if_all_its_answers_do():
     good, from_gpu, miss = Served(100, 0, 100, 5), Served(100, 100, 0, 5), Served(0, 0, 0, None)
 
     def judged(variant, *served):
-        return burst_rejection(Burst(variant, (prompt,) * len(served), True), "host", 0.05, served)
+        burst = Burst(variant, (prompt,) * len(served), True)
+        return burst_rejection(bench_plan.ENGINES["host"], burst, "host", 0.05, served)
 
     assert judged("different", good, good) is None
     assert judged("different", good, from_gpu)
     assert judged("same", good, from_gpu) is None
     assert judged("same", good, miss)
-    assert burst_rejection(Burst("different", (prompt,), True), None, None, [miss]) is None  # stock
+    stock = bench_plan.ENGINES["stock"]
+    assert burst_rejection(stock, Burst("different", (prompt,), True), None, None, [miss]) is None
 
 
-@pytest.mark.parametrize("wrong", [{"cold": 0}, {"primes": 0}, {"primes": 3, "hits": 2}, {"ratios": (0.0,)}])
+@pytest.mark.parametrize(
+    "wrong", [{"cold": 0}, {"primes": 0}, {"primes": 3, "hits": 2}, {"ratios": (0.0,)}, {"sources": ("disk",)}]
+)
 def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ValueError):
         Sizes(**wrong)
