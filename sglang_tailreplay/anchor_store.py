@@ -124,13 +124,13 @@ class AnchorStore:
         return [part.contiguous() for part in (*kept, *encode(self.dtype, state, pools[-1].dtype))]
 
     def take_next(self, take: Take) -> None:
-        """Save the state in a slot when the next pass begins. Nobody changes it until then: a free slot is cleared by
-        the pass that uses it next. Whatever is fetched for that pass is fetched later."""
+        """Save the state in a slot when the next pass begins, or the replay ahead of it. Nobody changes it until then:
+        a free slot is cleared for the pass that uses it next. Whatever is fetched for that pass is fetched later."""
         self._next.append(take)
         self._saved[take.anchor] = self._layers
 
     def pass_begins(self) -> None:
-        """On the forward stream, before a pass changes any slot."""
+        """On the forward stream, before a pass, or the replay ahead of it, changes any slot."""
         if self._next:
             takes, self._next = self._next, []
             self.take(takes)

@@ -13,9 +13,12 @@ import pkgutil
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_tailreplay.errors import Parser, TailReplayError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Target(NamedTuple):
@@ -210,6 +213,26 @@ def wait_for_loaded_kv(model_runner: Any) -> None:
     counter = model_runner.token_to_kv_pool.layer_transfer_counter
     if counter is not None:  # None without HiCache
         counter.wait_until(counter.num_layers - 1)
+
+
+@contextmanager
+def stream_of_passes(model_runner: Any) -> Iterator[None]:
+    """On the stream where forward passes run, behind what the scheduler has put on its own so far."""
+    import torch
+
+    device = torch.device(model_runner.device)
+    if device.type != "cuda" or model_runner.server_args.disable_overlap_schedule:
+        yield  # it is the scheduler's own
+        return
+    model_runner.forward_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(model_runner.forward_stream):
+        yield
+
+
+def clear_states(model_runner: Any, slots: torch.Tensor) -> None:
+    """Zero conv and recurrent states of slots [n], on the current stream, as SGLang does for fresh ones."""
+    pool = model_runner.req_to_token_pool
+    pool.mamba_pool.clear_slots(pool.translate_mamba_indices(slots))
 
 
 def largest_graph(model_runner: Any) -> int:

@@ -115,7 +115,15 @@ def pools_ready(result: Any, model_runner: Any) -> None:
 
 def plan_extend(batch: Any, reqs: list) -> None:
     """Before SGLang collects (and forgets) which of a prefill batch's slots are fresh."""
-    setattr(batch, _STEP, runtime.current().planner.plan_extend(reqs))
+    state = runtime.current()
+    step = state.planner.plan_extend(reqs)
+    if step.hits and state.replay_ahead(step.hits):
+        begun = {hit.rid for hit in step.hits}
+        for req in reqs:
+            if req.rid in begun:
+                req.mamba_needs_clear = False  # it was; now it holds what the replay writes
+        step = dataclasses.replace(step, hits=())
+    setattr(batch, _STEP, step)
 
 
 def plan_decode(result: Any, batch: Any) -> None:
@@ -206,7 +214,8 @@ def prefill_graph_run(graph_runner: Any, forward_batch: Any, *args: Any, **kwarg
 
 
 def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
-    """After a prefill batch's fresh slots were zeroed, on the forward stream, before the pass reads them."""
+    """After a prefill batch's fresh slots were zeroed, on the forward stream, before the pass reads them. Replays what
+    was not replayed ahead."""
     state = runtime.current()
     state.prefill_begins(model_runner)
     step = getattr(forward_batch, _STEP, None)

@@ -277,6 +277,21 @@ class Runtime:
         if not self.config.overlap:
             compat.wait_for_loaded_kv(model_runner)
 
+    def replay_ahead(self, hits: tuple[Hit, ...]) -> bool:
+        """Start to rebuild the states of a batch's hits before SGLang prepares its pass, which takes the host
+        milliseconds: the replay, not the host, is to be what a hit waits for. Clears their slots.
+
+        False: not done. Without overlap the replay follows the KV that the pass loads from the host (prefill_begins).
+        """
+        if self._replayer is None or not self.config.overlap:
+            return False
+        with compat.stream_of_passes(self._model_runner):
+            if self.anchors is not None:
+                self.anchors.pass_begins()  # a slot may be that of a request whose last state is still to be saved
+            compat.clear_states(self._model_runner, torch.stack([hit.slot for hit in hits]))
+            self.replay(hits)
+        return True
+
     def replay(self, hits: tuple[Hit, ...]) -> None:
         """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""
         if hits and self._replayer is not None:

@@ -309,6 +309,26 @@ def test_hits_are_replayed_once_and_a_pass_that_skips_them_is_an_error(state):
     assert forward_batch.tail_replay_step.rows.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_hits_are_replayed_ahead_of_their_pass_or_within_it(ahead, state):
+    reqs = [SimpleNamespace(rid=rid, mamba_needs_clear=rid != "chunk") for rid in ("hit", "cold", "chunk")]
+    planned = step(3, SimpleNamespace(rid="hit"))
+    state.planner = SimpleNamespace(plan_extend=lambda planned_for: planned)
+    state.replay_ahead = lambda hits: ahead and hits == planned.hits
+    batch = SimpleNamespace()
+    hooks.plan_extend(batch, reqs)
+    assert batch.tail_replay_step.rows.tolist() == [0, 1, 2]
+    assert batch.tail_replay_step.hits == (() if ahead else planned.hits)
+    # SGLang, which clears fresh slots within the pass, must leave those alone that the replay writes.
+    assert [req.mamba_needs_clear for req in reqs] == [not ahead, True, False]
+
+
+def test_without_hits_nothing_is_replayed_ahead(state):
+    state.planner = SimpleNamespace(plan_extend=lambda reqs: step(2))
+    hooks.plan_extend(SimpleNamespace(), [])
+    assert state.calls == []
+
+
 @pytest.mark.parametrize("carried", [None, step(2)])
 def test_a_pass_without_hits_replays_nothing(carried, state):
     hooks.states_cleared(None, "runner", SimpleNamespace(tail_replay_step=carried))
