@@ -65,10 +65,13 @@ class PinnedTensor:
         self.close()
 
 
-def pinned_empty(shape: Sequence[int], dtype: torch.dtype, driver: Driver | None = None) -> PinnedTensor:
+def pinned_empty(
+    shape: Sequence[int], dtype: torch.dtype, driver: Driver | None = None, copied: bool = False
+) -> PinnedTensor:
     """Pinned CPU tensor that a GPU can read and write in place; a plain tensor on a machine without CUDA.
 
-    The contents are undefined. `driver` is for tests.
+    The contents are undefined. `driver` is for tests. `copied`: parts of it are copied by the driver (Tensor.copy_),
+    which refuses a part of two slices, so it is one; kernels do not mind.
     Raises: PinningError that names the size, and ValueError for an empty shape.
     """
     size = math.prod(shape) * dtype.itemsize
@@ -78,7 +81,7 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype, driver: Driver | None
         return PinnedTensor(torch.empty(*shape, dtype=dtype), None, [])
     pages = _map_pages(size)
     memory = torch.frombuffer(pages, dtype=torch.uint8, count=size)  # keeps the pages
-    slices = _register(driver or CudaDriver(), memory.data_ptr(), len(pages))
+    slices = _register(driver or CudaDriver(), memory.data_ptr(), len(pages), len(pages) if copied else SLICE)
     return PinnedTensor(memory.view(dtype).view(*shape), driver or CudaDriver(), slices)
 
 
@@ -98,12 +101,12 @@ def _map_pages(size: int) -> mmap.mmap:
     return pages
 
 
-def _register(driver: Driver, base: int, size: int) -> list[int]:
-    """Registers [base, base + size) slice by slice. Returns the slices' pointers; undoes all of them on failure."""
+def _register(driver: Driver, base: int, size: int, most: int) -> list[int]:
+    """Registers [base, base + size) in slices of `most` bytes. Returns their pointers; undoes all on failure."""
     slices: list[int] = []
     started = time.monotonic()
-    for offset in range(0, size, SLICE):
-        length = min(SLICE, size - offset)
+    for offset in range(0, size, most):
+        length = min(most, size - offset)
         code = driver.register(base + offset, length)
         if code:
             while slices:

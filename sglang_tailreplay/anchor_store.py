@@ -73,7 +73,9 @@ class AnchorStore:
         size = capacity * anchor_bytes(self._pool, dtype) / GIB
         logger.info("tail_replay: anchor store of %.2f GiB on the host for %d states in %s", size, capacity, dtype)
         try:
-            self._buffers = [pinned_empty((capacity, *kept.shape), kept.dtype) for kept in _kept(self._pool, dtype)]
+            self._buffers = [
+                pinned_empty((capacity, *kept.shape), kept.dtype, copied=True) for kept in _kept(self._pool, dtype)
+            ]
         except PinningError as error:
             raise TailReplayError(f"--tail-replay-anchor-gb: {error}") from error
         self._host = [buffer.tensor for buffer in self._buffers]

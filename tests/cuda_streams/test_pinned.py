@@ -45,6 +45,12 @@ def test_slices_cover_whole_pages_once(small_slices):
     assert tensor.sum() == 2 * tensor.numel()
 
 
+def test_memory_that_the_driver_copies_from_is_one_slice(small_slices):
+    driver = FakeDriver()
+    owner = pinned_empty((10, 4096), torch.float32, driver, copied=True)
+    assert driver.registered == {owner.tensor.data_ptr(): owner.tensor.nbytes}
+
+
 def test_close_unregisters_once(small_slices):
     driver = FakeDriver()
     with pinned_empty((10, 4096), torch.float32, driver) as owner:

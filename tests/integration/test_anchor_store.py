@@ -253,3 +253,16 @@ def test_a_store_that_cannot_be_is_refused(free, asked, why):
     with pytest.raises(TailReplayError, match=why) as error:
         choose_anchors(GIB, 10**9, 64, free, asked)
     assert "--tail-replay-anchor" in str(error.value)
+
+
+def test_a_large_store_is_not_sliced(monkeypatch):
+    """States are copied by the driver, which refuses to cross from one registered slice to the next."""
+    asked = []
+
+    def record(shape, dtype, copied=False):
+        asked.append(copied)
+        return SimpleNamespace(tensor=torch.empty(shape, dtype=dtype))
+
+    monkeypatch.setattr("sglang_tailreplay.anchor_store.pinned_empty", record)
+    Machine()
+    assert asked == [True, True]
