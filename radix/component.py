@@ -125,12 +125,14 @@ class TailReplayComponent(MambaComponent):
             self._holders.pop(node.id, None)
 
     def _drop_rows(self, node: UnifiedTreeNode) -> None:
-        """Free the node's rows. Its span stays, because the generation of its KV is still needed."""
+        """Free the node's rows and the anchors that they made useful. Its span stays, because the generation of its KV
+        is still needed."""
         span = self.span(node)
         if span is not None:
             self.pool.free(span.ids)
             span.ids = no_rows(len(span.ids))
             self._relist(node)
+            self.anchors.rows_dropped(node)
 
     def validity(self, node: UnifiedTreeNode) -> np.ndarray:
         """[tokens from the root to the end of node] bool: which have a row."""

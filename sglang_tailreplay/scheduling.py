@@ -183,6 +183,7 @@ class Planner:
         cache.tail_length_of = self.tail_length_of
         cache.max_generation = self.config.max_generation
         cache.rows.before_finish = self.before_finish
+        cache.rows.anchors.reach = REACH * self.config.anchor_interval
 
     @property
     def _needs_tails(self) -> bool:
@@ -202,6 +203,7 @@ class Planner:
             return Step(no_rows(sum(req.extend_range.length for req in reqs)))
         hits = [hit for req in reqs if (hit := self._admit(req)) is not None]
         self._begun = frozenset(hit.anchor for hit in hits if hit.anchor is not None)
+        self.cache.rows.anchors.used(self._begun)
         # Tails first: what they need lies under locked nodes, so the rows given out here are never theirs.
         rows = [self._rows_for(req, len(req.prefix_indices), req.extend_range.length) for req in reqs]
         ids = np.concatenate(rows) if rows else no_rows(0)

@@ -37,6 +37,7 @@ class FakeRows:
         self.pool = RowPool(capacity)
         self.generation = generation
         self.stored = np.arange(1000, 1000 + PREFIX)
+        self.anchors = SimpleNamespace(used=lambda ids: None)
 
     def track(self, req) -> RequestRows:
         if not hasattr(req, "tail_replay"):
@@ -332,6 +333,10 @@ class FakeAnchors:
 
     def __init__(self, anchors=(), places=9):
         self.anchors, self.pool = dict(anchors), RowPool(places)
+        self.hit = set()
+
+    def used(self, ids) -> None:
+        self.hit |= set(ids)
 
     def before(self, node, m):
         return iter(sorted(((p, a) for p, a in self.anchors.items() if p <= m), reverse=True))
@@ -351,6 +356,7 @@ def test_a_replay_begins_at_the_newest_anchor():
     plan = anchored({20: Anchor(3, 0), 33: Anchor(5, 0), 41: Anchor(6, 0)})
     (hit,) = plan.plan_extend([request(40, 4)]).hits
     assert hit.anchor == 5 and len(hit.rows) == len(hit.token_ids) == 7
+    assert plan.cache.rows.anchors.hit == {5}, "it would be given up as if nobody used it"
     assert hit.token_ids.tolist() == [7 + i for i in range(33, 40)]
     assert plan.admissions[0] == Admission(40, 7, None, anchored=True, start="exact")
 

@@ -154,6 +154,61 @@ def test_a_full_store_gives_up_what_was_used_longest_ago():
     assert [positions(server, text) for text in [*texts, [4] * 10]] == [[], [10], [], [10]]
 
 
+def test_a_full_store_gives_up_the_anchor_whose_loss_costs_a_hit_least():
+    """Of those used longest ago as of all others: the one nearest behind another, and not the last one again."""
+    server = scheduler(interval=4, anchors=5)
+    server.arrive(TEXT[:26], 1)
+    for chunk in (8, 4, 8, 6):  # anchors at 8, 12, 20, 26, worth 8 (the reach), 4, 8, 6
+        server.prefill(chunk, lambda: 1)
+    finish(server)
+    serve(server, [50] * 5)  # worth 5
+    assert positions(server, TEXT) == [8, 12, 20, 26]
+    for first, left in ((51, [8, 20, 26]), (52, [8, 20, 26]), (53, [8, 20])):
+        serve(server, [first] * 4)  # worth 4, but used later: 4 more than the one at 12, and so on
+        assert positions(server, TEXT) == left
+    assert positions(server, [50] * 5) == [] and positions(server, [51] * 4) == [4]
+    assert server.cache.rows.anchors.evicted == 3
+
+
+def test_an_anchor_that_hits_begin_at_stays():
+    server = scheduler(interval=8, anchors=3)
+    serve(server, TEXT[:10])
+    for n in range(20):
+        text = [40 + n] * 12  # worth two more than the first one, and used later
+        serve(server, text)
+        assert admitted(server, TEXT[:10] + [60 + n])[2], n
+    server = scheduler(interval=8, anchors=3)
+    serve(server, TEXT[:10])
+    for n in range(20):
+        serve(server, [40 + n] * 12)
+    assert positions(server, TEXT) == []
+
+
+def test_an_anchor_goes_with_the_rows_that_it_refines():
+    server = scheduler(interval=4)
+    server.arrive(TEXT[:12] + [90], 1)
+    for chunk in (5, 8):
+        server.prefill(chunk, lambda: 1)
+    finish(server)
+    serve(server, TEXT[:8] + [70])  # the tokens [5, 13) are cut at 8
+    assert positions(server, TEXT[:12] + [90]) == [5, 13]
+    begin, *_ = server.cache.rows._holders.values()
+    assert len(begin.key) == 5
+    server.cache.rows._drop_rows(begin)
+    assert positions(server, TEXT[:12]) == [5, 13], "the rows behind it are another node's"
+    server.check(evicts_rows=True)
+
+
+def test_rows_dropped_behind_an_anchor_take_it_along():
+    server = scheduler(interval=8, inside=True)
+    serve(server, TEXT)  # one node with anchors inside of it
+    assert positions(server, TEXT) == [8, 16, 24]
+    (node,) = server.cache.rows._holders.values()
+    server.cache.rows._drop_rows(node)
+    assert positions(server, TEXT) == []
+    server.check(evicts_rows=True)
+
+
 def test_two_requests_with_the_same_prompt_leave_one_anchor():
     server = scheduler()
     for _ in range(2):
