@@ -73,6 +73,13 @@ def _check_size(key: str, value: Any) -> None:
         raise _refuse(key, value, "must be a positive number of GiB")
 
 
+def _check_anchor_gb(value: Any, interval: Any) -> None:
+    _check_size("anchor_gb", value)
+    if value is not None and interval == 0:
+        wanted = "holds nothing without --tail-replay-anchor-interval N, N > 0: give an interval too, or leave this out"
+        raise _refuse("anchor_gb", value, wanted)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TailReplayConfig:
     """Validates itself; TailReplayError names the bad key."""
@@ -115,8 +122,8 @@ class TailReplayConfig:
             yield _check_count, "max_generation", self.max_generation, 0
         yield _check_fraction, "verify_fraction", self.verify_fraction
         yield _check_choice, "anchor_dtype", self.anchor_dtype, ANCHOR_DTYPES
-        for key in ("host_gb", "anchor_gb"):
-            yield _check_size, key, getattr(self, key)
+        yield _check_size, "host_gb", self.host_gb
+        yield _check_anchor_gb, self.anchor_gb, self.anchor_interval
         for key in SWITCHES:
             yield _check_switch, key, getattr(self, key)
 

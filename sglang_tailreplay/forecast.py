@@ -19,6 +19,7 @@ from sglang_tailreplay.replay.tail import tail_length
 HITS = (8192, 32768)  # matched tokens that costs are told for
 SUFFIX = 64  # new tokens of such a prompt
 ASSUMED_FRACTION = 0.8  # of a GPU that is not here, without --mem-fraction-static
+ASSUMED_PASS = 16384  # tokens; the same, without --chunked-prefill-size
 # Fields that a config.json may leave to its model's defaults.
 DEFAULTED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "layer_types"),
@@ -70,6 +71,8 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
             each = memory_plan.anchor_bytes(shape, number, settings.anchor_dtype)
             count = choose_anchors(each, planned.kv_slots + host, settings.anchor_interval, room, settings.anchor_gb)
             room -= count * each
+            if found.kind == "cuda" or imagined is not None:
+                memory.append(("  of the rest: states of a pass", _pass_states(server_args, shape, number, imagined)))
             memory.append(("saved states on the host", f"{gib(count * each)}: {count:,} anchors of {gib(each)}"))
         rows = _rows(settings, token.rows, planned.kv_slots + host, room)
         memory.append(("rows on the host", rows.text))
@@ -167,6 +170,17 @@ def _buffers(
     captured = max([*sizes, planned.state_slots]) * shape.row_numbers() * number.row if settings.mode == "replay" else 0
     replayed = memory_plan.REPLAY_BUFFERS * MAX_LAUNCH_TOKENS * shape.hidden * number.row if settings.graphs else 0
     return f"{gib(captured + replayed)} that graphs write rows to and read them from; the log says what graphs took"
+
+
+def _pass_states(server_args: Any, shape: Shape, number: NumberBytes, imagined: Imagined | None) -> str:
+    from sglang_tailreplay.replay.segments import CHUNK
+
+    view = server_args if imagined is None else imagined.given
+    tokens = view.chunked_prefill_size or ASSUMED_PASS
+    if tokens < 0:  # passes are not cut
+        tokens = view.max_prefill_tokens
+    held = memory_plan.pass_state_bytes(shape, number, -(-tokens // CHUNK))
+    return f"{gib(held)} while a prefill pass of {tokens:,} tokens saves states inside of it"
 
 
 def _host_tier_slots(server_args: Any, kv_slots: int, kv_token: int, free: int) -> int:

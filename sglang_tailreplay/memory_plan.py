@@ -70,6 +70,12 @@ def anchor_bytes(shape: Shape, number: NumberBytes, dtype: str) -> int:
     return layers * (recurrent + (shape.conv_width - 1) * (2 * keys + values) * number.conv)
 
 
+def pass_state_bytes(shape: Shape, number: NumberBytes, chunks: int) -> int:
+    """What a prefill pass of so many chunks holds of one GDN layer while it saves states inside of it: the states
+    before its chunks in float32, and once more in the model's dtype for the outputs (`gdn.KernelCore`)."""
+    return chunks * shape.value_heads * shape.value_dim * shape.key_dim * (4 + number.row)
+
+
 @dataclass(frozen=True)
 class DevicePlan:
     """The static part of the device's memory, in bytes where not said otherwise."""

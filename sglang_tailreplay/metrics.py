@@ -47,9 +47,15 @@ class Metrics:
         self._kl = make(Histogram, "verified_kl", divergence, buckets=KL_BUCKETS)
         self._used = make(Gauge, "rows_used", "Rows in use.", multiprocess_mode="mostrecent")
         self._capacity = make(Gauge, "rows_capacity", "Rows in the store.", multiprocess_mode="mostrecent")
+        self._anchors = make(Gauge, "anchors_used", "States saved on the host.", multiprocess_mode="mostrecent")
+        places = "Places for such states."
+        self._anchor_places = make(Gauge, "anchors_capacity", places, multiprocess_mode="mostrecent")
+        self._evicted = make(Counter, "anchors_evicted", "Saved states given up for others.")
+        self._evicted_so_far = 0
         # Known from the start, so that what has not happened reads 0.
         shrunk = [(self._shrunk, labels) for labels in SHRUNK]
         plain = (self._matched, self._replayed, self._lost, self._verified, self._agreeing, self._unverified, self._kl)
+        plain += (self._evicted,)
         for metric, labels in (*((metric, {}) for metric in plain), *shrunk):
             metric.labels(**self._labels, **labels)
         for kind in KINDS:
@@ -76,6 +82,13 @@ class Metrics:
     def rows(self, used: int, capacity: int) -> None:
         self._used.labels(**self._labels).set(used)
         self._capacity.labels(**self._labels).set(capacity)
+
+    def anchors(self, used: int, capacity: int, evicted: int) -> None:
+        """`evicted`: since the start."""
+        self._anchors.labels(**self._labels).set(used)
+        self._anchor_places.labels(**self._labels).set(capacity)
+        self._evicted.labels(**self._labels).inc(evicted - self._evicted_so_far)
+        self._evicted_so_far = evicted
 
     def seconds(self, stage: str, seconds: float) -> None:
         self._seconds.labels(**self._labels, stage=stage).observe(seconds)

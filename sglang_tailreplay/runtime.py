@@ -303,15 +303,17 @@ class Runtime:
     def _on_admission(self, admission: Admission) -> None:
         if self._metrics is not None:
             self._metrics.admitted(admission)
-            self._report_rows()
+            self._report_stores()
 
     def _on_seconds(self, stage: str, seconds: float) -> None:
         if self._metrics is not None:
             self._metrics.seconds(stage, seconds)
 
-    def _report_rows(self) -> None:
-        pool = self.planner.cache.rows.pool
-        self._metrics.rows(pool.used_rows, pool.capacity)
+    def _report_stores(self) -> None:
+        rows = self.planner.cache.rows
+        self._metrics.rows(rows.pool.used_rows, rows.pool.capacity)
+        places = rows.anchors.pool
+        self._metrics.anchors(places.used_rows, places.capacity, rows.anchors.evicted)
 
     def on_idle(self) -> None:
         """Called over and over while the server is idle."""
@@ -334,7 +336,7 @@ class Runtime:
             cache.check_invariants()
             self._checked_version = cache.rows.pool.version
             if self._metrics is not None:
-                self._report_rows()
+                self._report_stores()
 
 
 _runtime: Runtime | None = None

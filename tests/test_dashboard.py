@@ -18,13 +18,14 @@ PREFIX = "sglang:tail_replay_"
 
 @pytest.fixture
 def samples(monkeypatch) -> list:
-    """Everything that a server with one hit that shrank, one that was verified, and one of each time, tells."""
+    """All that a server tells with a hit that shrank, one that was verified, a saved state, and each time once."""
     registry = prometheus_client.CollectorRegistry()
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=registry))
     metrics = Metrics("m")
     metrics.admitted(Admission(8, 4, 9))
     metrics.rows(1, 2)
+    metrics.anchors(1, 2, 0)
     metrics.verified(Agreement(True, 0.1))
     metrics.unverified(1)
     for stage in ("fetch", "replay", "wait"):

@@ -64,7 +64,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TailReplayConfig, li
     if not 0 < options.agreement <= 1:
         parser.error("--agreement must lie in (0, 1]")
     try:
-        return options, TailReplayConfig.from_environment(os.environ, **vars(given)), flags
+        # Some server has the longest interval, so that a size for its states is not refused.
+        own = {**vars(given), "anchor_interval": max(options.anchor_intervals)}
+        return options, TailReplayConfig.from_environment(os.environ, **own), flags
     except TailReplayError as error:
         parser.error(str(error))
 

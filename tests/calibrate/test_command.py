@@ -38,6 +38,14 @@ def test_what_is_not_measured_goes_to_the_servers():
     assert served.host_gb == 2
 
 
+def test_room_for_states_goes_to_the_servers_that_save_some(capsys):
+    _, config, _ = calibrate.parse(["--model-path", "M", "--tail-replay-anchor-gb", "3"])
+    assert settings_for(config, 2048).anchor_gb == 3 and settings_for(config, 0).anchor_gb is None
+    with pytest.raises(SystemExit):
+        calibrate.parse(["--model-path", "M", "--tail-replay-anchor-gb", "3", "--anchor-intervals", "0"])
+    assert "anchor_gb=3.0: holds nothing without" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert calibrate.main(["--model-path", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err

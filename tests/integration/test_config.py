@@ -37,6 +37,18 @@ def environment(**values) -> dict[str, str]:
     return {ENVIRONMENT: json.dumps(values)}
 
 
+def test_room_for_states_that_nobody_saves_is_refused():
+    with pytest.raises(TailReplayError) as error:
+        TailReplayConfig(anchor_gb=8)
+    message = str(error.value)
+    assert message.startswith("anchor_gb=8: holds nothing without --tail-replay-anchor-interval N")
+    assert "\n" not in message
+    assert TailReplayConfig(anchor_gb=8, anchor_interval=1).anchor_gb == 8
+    with pytest.raises(TailReplayError) as error:
+        TailReplayConfig(anchor_gb=8, anchor_interval=-1)
+    assert "holds nothing" not in str(error.value), "one problem, told once"
+
+
 def test_every_key_has_bad_values():
     assert set(BAD) == set(TailReplayConfig.__slots__)
 

@@ -90,8 +90,13 @@ def test_saved_states_take_their_part_of_the_host(sandbox):
     memory = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags])["sections"]["memory"]))
     assert memory["saved states on the host"] == "9.98 GiB: 208 anchors of 49.12 MiB"
     assert "of 290.02 GiB free" in memory["rows on the host"]
+    # 256 chunks of 32 heads of 128 x 128, 4 and 2 bytes each
+    inside = memory["  of the rest: states of a pass"]
+    assert inside == "0.75 GiB while a prefill pass of 16,384 tokens saves states inside of it"
     int8 = ["--tail-replay-anchor-dtype", "int8"]
-    small = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags, *int8])["sections"]["memory"]))
+    short = ["--chunked-prefill-size", "4100", *int8]  # 65 chunks
+    small = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags, *short])["sections"]["memory"]))
+    assert small["  of the rest: states of a pass"].startswith("0.19 GiB while a prefill pass of 4,100 tokens")
     assert small["saved states on the host"].endswith("anchors of 13.50 MiB")
 
 

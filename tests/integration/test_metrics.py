@@ -41,6 +41,7 @@ def test_names_types_and_labels(registry):
     metrics = Metrics("m")
     metrics.admitted(Admission(8, 4, 9))
     metrics.rows(1, 2)
+    metrics.anchors(1, 2, 0)
     metrics.seconds("replay", 0.1)
     labels = {}
     for family in registry.collect():
@@ -65,6 +66,9 @@ def test_names_types_and_labels(registry):
         ("histogram", "sglang:tail_replay_verified_kl_sum"): {"model_name"},
         ("gauge", "sglang:tail_replay_rows_used"): {"model_name"},
         ("gauge", "sglang:tail_replay_rows_capacity"): {"model_name"},
+        ("gauge", "sglang:tail_replay_anchors_used"): {"model_name"},
+        ("gauge", "sglang:tail_replay_anchors_capacity"): {"model_name"},
+        ("counter", "sglang:tail_replay_anchors_evicted_total"): {"model_name"},
     }
 
 
@@ -129,6 +133,15 @@ def test_rows_are_what_was_said_last(registry):
     metrics.rows(3, 100)
     found = samples(registry)
     assert found[key("rows_used")] == 3 and found[key("rows_capacity")] == 100
+
+
+def test_evicted_anchors_are_told_as_a_number_so_far_and_counted_once(registry):
+    metrics = Metrics("m")
+    assert samples(registry)[key("anchors_evicted_total")] == 0
+    for used, evicted in ((2, 0), (9, 3), (9, 3), (4, 5)):
+        metrics.anchors(used, 9, evicted)
+    found = samples(registry)
+    assert [found[key(f"anchors_{name}")] for name in ("used", "capacity", "evicted_total")] == [4, 9, 5]
 
 
 @pytest.mark.parametrize("stage", ["fetch", "replay", "wait"])

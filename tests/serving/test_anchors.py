@@ -66,11 +66,16 @@ def test_a_hit_at_any_token_is_exact(anchored, cold, prompt):
 
 
 def without_anchors(anchored, prompt):
-    """A cached prompt whose anchors are gone. The store has a place per 128 KV slots."""
-    ids = prompt(PREFIX)
+    """A cached prompt whose anchors are gone. The store has a place per 128 KV slots.
+
+    What pushes them out takes little KV, but is worth as much: each of these leaves an anchor at its end, an interval
+    behind the start, and is about as long as the one that all of them begin with.
+    """
+    ids, common = prompt(PREFIX), prompt(INTERVAL - 8)
     anchored.generate(ids, 1)
-    for _ in range(32):
-        anchored.generate(prompt(32), 1)  # each leaves an anchor at its end
+    anchored.generate(common, 1)
+    for _ in range(3):
+        anchored.generate_many([common[:-1] + prompt(4) for _ in range(32)], 1)
     return ids
 
 
