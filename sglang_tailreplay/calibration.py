@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_tailreplay.errors import TailReplayError
 
-FORMAT = 2
+FORMAT = 3
 TOOL = "sglang-tailreplay calibrate"
 FLAG = "--tail-replay-calibration"
 # Keys of TailReplayConfig: those that are measured, and those of the measured servers that change answers, too.

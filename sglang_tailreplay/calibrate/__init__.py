@@ -76,7 +76,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--model-path", required=True)
     add("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" or "input_ids"; without: generated ones')
     add("--out", type=Path, default=Path("calibration.json"), help="also .svg and .png (calibration.json)")
-    add("--lengths", type=_list(int), default=(1024, 4096, 8192), help="matched tokens (1024,4096,8192)")
+    lengths = "matched tokens; with anchors, boundaries are spread over the last interval before (1024,4096,8192)"
+    add("--lengths", type=_list(int), default=(1024, 4096, 8192), help=lengths)
     add("--ratios", type=_list(float), default=(0.02, 0.05, 0.1, 0.2, 0.5, 1.0), help="(0.02,0.05,0.1,0.2,0.5,1)")
     add("--min-tokens", type=_list(int), default=(64, 256), help="(64,256)")
     add("--max-tokens", type=_list(_count_or_none), default=(None,), help="numbers, or none (none)")
@@ -85,7 +86,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-kl", type=float, help="wanted limit of the mean KL, nats (none)")
     add("--count", type=int, default=24, help="prompts per length (24)")
     add("--suffix", type=int, default=16, help="new tokens behind the boundary, all of them compared (16)")
-    add("--seed", type=int, default=0, help="of generated prompts")
+    add("--seed", type=int, default=0, help="of boundaries and generated prompts")
     add("--concurrency", type=int, default=2)
     add("--ready-seconds", type=float, default=1800, help="time limit for the start of a server")
 
@@ -115,8 +116,8 @@ def _calibrate(options: argparse.Namespace, config: TailReplayConfig, flags: lis
     if lengths:
         grid = plan.cells(settings, lengths)
         task = Task(
-            options.model_path, config, flags, asked, grid, vocab_size, options.concurrency, options.ready_seconds,
-            options.out.parent,
+            options.model_path, config, flags, asked, options.suffix, grid, vocab_size, options.concurrency,
+            options.ready_seconds, options.out.parent,
         )  # fmt: skip
         found = run(task)
     scores = {cell: judge.score(samples) for cell, samples in found.samples.items()}
@@ -130,13 +131,14 @@ def _calibrate(options: argparse.Namespace, config: TailReplayConfig, flags: lis
 
 
 def _prompts(options: argparse.Namespace, vocab_size: int) -> dict[int, list[list[int]]]:
+    """By length. Their boundaries depend on nothing but the options."""
+    spread = (options.anchor_intervals, options.suffix, options.count, options.seed)
+    boundaries = {n: plan.boundaries(n, *spread) for n in options.lengths}
     if options.prompts is None:
         print(prompts.GENERATED, flush=True)
-        return {
-            n: prompts.generated(options.count, n, options.suffix, vocab_size, options.seed) for n in options.lengths
-        }
+        return {n: prompts.generated(boundaries[n], options.suffix, vocab_size, options.seed) for n in options.lengths}
     own = prompts.read(options.prompts, options.model_path)
-    chosen = {n: prompts.cut(own, n, options.suffix, options.count) for n in options.lengths}
+    chosen = {n: prompts.cut(own, boundaries[n], options.suffix) for n in options.lengths}
     for length, found in chosen.items():
         print(f"{len(found)} of {len(own)} prompts have {length} + {options.suffix} tokens", flush=True)
     return chosen

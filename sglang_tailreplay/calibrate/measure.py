@@ -52,14 +52,15 @@ class Client:
         """The same prompt from its boundary. NotServed if it was not served from there with that tail."""
         tokens = sorted({token for one in cold.next_tokens for token in one})
         asked = {"top_logprobs_num": 1, "token_ids_logprob": tokens}
-        ratio = ratio_for(cell.tail, cell.length)
+        tail = cell.tail_at(cold.boundary)
+        ratio = ratio_for(tail, cold.boundary)
         meta = self._generate(cold.ids, cold.boundary, space, asked, ratio)
         details = meta.get("cached_tokens_details") or {}
         replayed, generation = (details.get(f"tail_replay_{key}") for key in ("replayed", "generation"))
         if meta["cached_tokens"] != cold.boundary or replayed is None:
             raise NotServed(f"meant to be served from token {cold.boundary}, served from {meta['cached_tokens']}")
-        if generation and not cell.tail <= replayed:
-            raise NotServed(f"{replayed} tokens were replayed, not {cell.tail}")
+        if generation and not tail <= replayed:
+            raise NotServed(f"{replayed} tokens were replayed, not {tail}")
         if generation > 1:
             raise NotServed(f"{generation} approximate replays lie behind the answer, not one")
         tops, named = _distributions(meta, "top_logprobs"), _distributions(meta, "token_ids_logprobs")

@@ -17,15 +17,15 @@ GENERATED = (
 _FIRST_TOKEN = 4  # ids below are mostly special ones
 
 
-def generated(count: int, length: int, suffix: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """`count` prompts [length + suffix]; each suffix repeats a passage of the prefix, one further on than the last."""
-    if length <= suffix:
-        raise ValueError(f"a prefix of {length} tokens has no passage of {suffix}")
-    rng = random.Random(f"{seed}/{length}")
+def generated(boundaries: Sequence[int], suffix: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """A prompt [boundary + suffix] for each; a suffix repeats a passage of its prefix, one further on than the last."""
+    if min(boundaries) <= suffix:
+        raise ValueError(f"a prefix of {min(boundaries)} tokens has no passage of {suffix}")
+    rng = random.Random(f"{seed}/{max(boundaries)}")
     found = []
-    for i in range(count):
+    for i, length in enumerate(boundaries):
         prefix = [rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(length)]
-        start = int((i + rng.random()) / count * (length - suffix))
+        start = int((i + rng.random()) / len(boundaries) * (length - suffix))
         found.append([*prefix, *prefix[start : start + suffix]])
     return found
 
@@ -49,12 +49,13 @@ def read(path: Path, model_path: str) -> list[list[int]]:
     return found
 
 
-def cut(prompts: Sequence[list[int]], length: int, suffix: int, count: int) -> list[list[int]]:
-    """The last length + suffix tokens of those that are long enough, at most `count` of them.
+def cut(prompts: Sequence[list[int]], boundaries: Sequence[int], suffix: int) -> list[list[int]]:
+    """The last boundary + suffix tokens of those that are long enough for every boundary, a prompt for each.
 
     The end is kept, because there a prompt asks.
     """
-    return [ids[-(length + suffix) :] for ids in prompts if len(ids) >= length + suffix][:count]
+    long = [ids for ids in prompts if len(ids) >= max(boundaries) + suffix]
+    return [ids[-(boundary + suffix) :] for ids, boundary in zip(long, boundaries, strict=False)]
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from sglang_tailreplay.figure import save_figure
 
 def table(scores: Mapping[Cell, Score]) -> str:
     """One line per cell: what was asked for, what was replayed, and what came of it."""
-    head = ("matched", "tail", "replayed", "exact", "agreement", "95 %", "KL", "worst", "prompts")
+    head = ("matched to", "tail", "replayed", "exact", "agreement", "95 %", "KL", "worst", "prompts")
     blocks = []
     for interval in sorted({cell.anchor_interval for cell in scores}):
         title = f"anchors every {interval} tokens" if interval else "no anchors"

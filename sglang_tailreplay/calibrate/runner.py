@@ -27,7 +27,8 @@ class Task:
     model_path: str
     config: TailReplayConfig
     flags: list[str]  # for the server
-    prompts: Mapping[int, Sequence[list[int]]]  # by length; each has that many tokens and the suffix
+    prompts: Mapping[int, Sequence[list[int]]]  # by length; a boundary of at most that, and behind it the suffix
+    suffix: int  # tokens
     cells: Mapping[int, Sequence[Cell]]  # by anchor interval
     vocab_size: int
     concurrency: int
@@ -78,7 +79,7 @@ def _measure(task: Task, client: Client, cells: Sequence[Cell], found: Found) ->
     jobs = [(length, ids) for length in by_length for ids in task.prompts[length]]
     pool = ThreadPoolExecutor(task.concurrency)
     try:
-        asked = pool.map(lambda job: _ask(client, job[1], by_length[job[0]], task.vocab_size), jobs)
+        asked = pool.map(lambda job: _ask(client, job[1], by_length[job[0]], task), jobs)
         _collect(asked, len(jobs), found)
     finally:
         # Not waited for: where this ends early, the server ends next, and its answers with it.
@@ -98,13 +99,13 @@ def _collect(asked: Iterable[Asked], total: int, found: Found) -> None:
         _progress(number, total, time.monotonic() - begin)
 
 
-def _ask(client: Client, ids: list[int], cells: Sequence[Cell], vocab_size: int) -> Asked:
+def _ask(client: Client, ids: list[int], cells: Sequence[Cell], task: Task) -> Asked:
     """One prompt. It counts in the cells that were served as they should be."""
-    space, samples = uuid.uuid4().hex, []
+    space, samples, boundary = uuid.uuid4().hex, [], len(ids) - task.suffix
     try:
-        cold = client.cold(ids, cells[0].length, space, vocab_size)
+        cold = client.cold(ids, boundary, space, task.vocab_size)
     except NotServed as error:
-        return Asked([], f"cold, {cells[0].length} tokens: {error}")
+        return Asked([], f"cold, {boundary} tokens: {error}")
     problem = None
     for cell in cells:
         try:

@@ -10,8 +10,8 @@ from sglang_tailreplay.tiny_model import write_tiny_model
 
 
 def test_generated_prompts_ask_for_passages_all_over_the_prefix():
-    found = generated(10, 300, 16, 1000, seed=1)
-    assert found == generated(10, 300, 16, 1000, seed=1) != generated(10, 300, 16, 1000, seed=2)
+    found = generated([300] * 10, 16, 1000, seed=1)
+    assert found == generated([300] * 10, 16, 1000, seed=1) != generated([300] * 10, 16, 1000, seed=2)
     places = []
     for ids in found:
         assert len(ids) == 316 and min(ids) >= 4 and max(ids) < 1000
@@ -20,7 +20,12 @@ def test_generated_prompts_ask_for_passages_all_over_the_prefix():
 
 
 def test_the_end_of_a_prompt_is_kept():
-    assert cut([[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 1, 1]], 2, 1, 2) == [[1, 2, 3], [7, 8, 9]]
+    assert cut([[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 1, 1]], [2, 2], 1) == [[1, 2, 3], [7, 8, 9]]
+
+
+def test_each_prompt_has_a_boundary_of_its_own_and_those_too_short_for_any_are_left_out():
+    assert cut([[1, 2, 3], [4, 5], [6, 7, 8, 9]], [2, 1], 1) == [[1, 2, 3], [8, 9]]
+    assert [len(ids) for ids in generated([40, 21, 33], 16, 1000, seed=1)] == [56, 37, 49]
 
 
 def test_ids_need_no_tokenizer_and_texts_do(tmp_path):

@@ -53,7 +53,7 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(running, "server", server)
         monkeypatch.setattr(running, "Client", type("Fake", (Client,), {"refused": frozenset(refused), "room": room}))
         asked = {8: [[1] * 12] * prompts}
-        return running.run(running.Task("M", TailReplayConfig(), [], asked, CELLS, 100, 2, 1.0, tmp_path))
+        return running.run(running.Task("M", TailReplayConfig(), [], asked, 4, CELLS, 100, 2, 1.0, tmp_path))
 
     return go
 
