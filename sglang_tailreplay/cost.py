@@ -170,3 +170,20 @@ def bound(
         copy_ms=moved / speeds.link_gbs / 1e6,
         suffix_ms=suffix_ms,
     )
+
+
+# ------------------------------------------------------------------------------------------------- saved states
+
+
+def covering_interval(tokens: int, anchor_bytes: int, budget: int, step: int = 64) -> int:
+    """The least interval, a multiple of `step` tokens, at which a budget in bytes has a place for every anchor of so
+    many cached tokens. ValueError for a budget without a place."""
+    places = budget // anchor_bytes
+    if places < 1:
+        raise ValueError(f"{budget} bytes hold no state of {anchor_bytes}")
+    return -(-tokens // (places * step)) * step
+
+
+def pays_from(interval: int, ratio: float) -> int:
+    """Matched tokens from which a hit at any token behind an anchor replays less, on average, than its tail would."""
+    return round(interval / 2 / ratio)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sglang_tailreplay import compat, memory_plan
 from sglang_tailreplay.config import TailReplayConfig
-from sglang_tailreplay.cost import Shape, Speeds, bound
+from sglang_tailreplay.cost import Shape, Speeds, bound, covering_interval
 from sglang_tailreplay.cuda_streams.row_format import check_hidden
 from sglang_tailreplay.diagnosis import NOTE, Device, Finding
 from sglang_tailreplay.errors import TailReplayError
@@ -74,6 +74,7 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
             if found.kind == "cuda" or imagined is not None:
                 memory.append(("  of the rest: states of a pass", _pass_states(server_args, shape, number, imagined)))
             memory.append(("saved states on the host", f"{gib(count * each)}: {count:,} anchors of {gib(each)}"))
+            findings += _uncovered(settings.anchor_interval, planned.kv_slots + host, count, each)
         rows = _rows(settings, token.rows, planned.kv_slots + host, room)
         memory.append(("rows on the host", rows.text))
         findings += rows.findings
@@ -221,6 +222,21 @@ def _rows(settings: TailReplayConfig, row_bytes: int, slots: int, free: int) -> 
             )
         ],
     )
+
+
+def _uncovered(interval: int, slots: int, count: int, each: int) -> list[Finding]:
+    """Where fewer states than intervals fit, those that are left lie further apart than a hit may replay."""
+    intervals = -(-slots // interval)
+    if count >= intervals:
+        return []
+    return [
+        Finding(
+            NOTE,
+            f"saved states for {count / intervals:.0%} of the KV slots: hits on the rest will be approximate. "
+            f"--tail-replay-anchor-interval {covering_interval(slots, each, count * each)} would cover all in the same "
+            f"memory, --tail-replay-anchor-gb {intervals * each / GIB:.0f} at this interval",
+        )
+    ]
 
 
 def _remarks(server_args: Any, text: Mapping[str, Any], planned: DevicePlan, imagined: Imagined | None):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_tailreplay.cost import Shape, Speeds, bound
+from sglang_tailreplay.cost import Shape, Speeds, bound, covering_interval, pays_from
 from sglang_tailreplay.memory_plan import parameters
 
 SHAPES = Path(__file__).resolve().parents[1] / "scripts" / "shapes"
@@ -116,3 +116,21 @@ def test_bound_takes_the_longer_of_replay_and_copies():
     assert limit().ms == pytest.approx(36.8 + 3)
     assert limit(matched=1000).ms == pytest.approx(40.2 + 3)
     assert limit(matched=1000, from_host=False).copy_ms == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "tokens, budget, interval", [(1000, 1000, 128), (1024, 800, 128), (1025, 800, 192), (5, 100, 64), (0, 100, 0)]
+)
+def test_the_least_interval_that_a_budget_covers(tokens, budget, interval):
+    """States of 100 bytes; intervals are multiples of 64."""
+    assert covering_interval(tokens, 100, budget) == interval
+    assert interval == 0 or tokens / interval <= budget // 100
+
+
+def test_a_budget_without_a_place_covers_nothing():
+    with pytest.raises(ValueError, match="99 bytes hold no state of 100"):
+        covering_interval(1000, 100, 99)
+
+
+def test_from_where_a_state_is_nearer_than_a_tail_is_long():
+    assert pays_from(1024, 0.05) == 10_240  # 5 % of it are 512, half of the interval

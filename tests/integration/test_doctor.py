@@ -100,6 +100,18 @@ def test_saved_states_take_their_part_of_the_host(sandbox):
     assert small["saved states on the host"].endswith("anchors of 13.50 MiB")
 
 
+def test_fewer_states_than_intervals_is_a_note_that_says_what_would_do(sandbox):
+    def notes(*flags: str) -> list[str]:
+        report = sandbox(call, ["--model-path", SHAPE, *GPU, "--max-total-tokens", "1000000", *flags])
+        return [text for level, text in report["findings"] if level == "note" and "saved states for" in text]
+
+    (note,) = notes("--tail-replay-anchor-interval", "1024", "--tail-replay-anchor-gb", "10")
+    # 208 places for 977 intervals; 1,000,000 / 208 is 4,807.7, which 76 x 64 covers
+    assert "saved states for 21% of the KV slots" in note and "--tail-replay-anchor-interval 4864 would" in note
+    assert "--tail-replay-anchor-gb 47 at this interval" in note
+    assert notes("--tail-replay-anchor-interval", "4864", "--tail-replay-anchor-gb", "10") == []
+
+
 def test_sizes_that_a_configuration_leaves_out_are_its_models_defaults(sandbox, tmp_path):
     kinds = (["linear_attention"] * 3 + ["full_attention"]) * 8
     config = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "layer_types": kinds}
