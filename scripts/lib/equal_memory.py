@@ -37,10 +37,13 @@ def stock(device_tokens: int, device_states: int, host_bytes: int, share: float,
 
 
 def tail_replay(device_tokens: int, host_bytes: int, interval: int, anchor_bytes: int, size: Bytes) -> Held:
-    """`anchor_bytes`: what states may take of the host. Where rows of the GPU's KV do not fit, KV without rows counts
-    as not there: a hit needs them."""
-    places = min(math.ceil(device_tokens / interval), anchor_bytes // size.anchor) if interval else 0
-    left = host_bytes - places * size.anchor
-    more = (left - device_tokens * size.rows) // (size.kv + size.rows)
-    tokens = device_tokens + more if more > 0 else max(left, 0) // size.rows
-    return Held(min(device_tokens, tokens), min(device_tokens + max(more, 0), tokens), places)
+    """`anchor_bytes`: what states may take of the host; there are no more than one per interval. Where rows of the
+    GPU's KV do not fit, KV without rows counts as not there: a hit needs them."""
+
+    def tokens(left: int) -> int:
+        more = (left - device_tokens * size.rows) // (size.kv + size.rows)
+        return device_tokens + more if more > 0 else min(max(left, 0) // size.rows, device_tokens)
+
+    places = min(math.ceil(tokens(host_bytes) / interval), anchor_bytes // size.anchor) if interval else 0
+    held = tokens(host_bytes - places * size.anchor)
+    return Held(min(device_tokens, held), held, places)

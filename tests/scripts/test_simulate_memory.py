@@ -89,7 +89,7 @@ def test_equal_bytes_by_hand():
     size = Bytes(kv=10, rows=20, state=100, anchor=50)
     assert equal_memory.stock(1000, 7, 10_000, 0.7, size) == Held(1000, 1700, 37)
     assert equal_memory.tail_replay(1000, 35_000, 0, 0, size) == Held(1000, 1500, 0)  # 15,000 left, 30 a token
-    assert equal_memory.tail_replay(1000, 35_000, 64, 3_000, size) == Held(1000, 1473, 16)  # one per 64 tokens
+    assert equal_memory.tail_replay(1000, 35_000, 64, 3_000, size) == Held(1000, 1460, 24)  # one per 64 of 1,500
     assert equal_memory.tail_replay(1000, 35_000, 10, 3_000, size).states == 60  # all that they may take
     assert equal_memory.tail_replay(1000, 8_000, 0, 0, size) == Held(400, 400, 0)  # no rows, no hit
 
@@ -145,7 +145,7 @@ def test_the_command_on_the_sample(tmp_path, capsys):
     document = json.loads(out.read_text())
     nothing, tier, own, packed, *saved = document["rows"]
     assert tier["hit_tokens"] >= nothing["hit_tokens"] and own["tokens"] < packed["tokens"]
-    assert [row["interval"] for row in saved] == [1024, 8192, 1024]
+    assert [row["interval"] for row in saved] == [1024, 8192, 8192]
     assert all(0 <= row["exact_hit_tokens"] <= row["hit_tokens"] for row in document["rows"])
     assert all(row["tokens"] < packed["tokens"] for row in saved), "states take their part of the host"
     assert "saved states, N = 8,192" in capsys.readouterr().out
