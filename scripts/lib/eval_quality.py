@@ -35,6 +35,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def _ask_server(
 ) -> Outcome:
     def ask(url: str) -> Outcome:
         asker = Asker(url.rstrip("/"), uuid.uuid4().hex, codec, options.max_tokens)
+        asker = replace(asker, min_tokens=options.min_tokens or asker.min_tokens)
         # What a pass computes must not depend on what else is asked, where it says which states are saved.
         at_a_time = 1 if name == plan.SEEDED_SERVER else options.concurrency
         return run(jobs, asker, kept, at_a_time, progress, until)

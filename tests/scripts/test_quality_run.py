@@ -91,9 +91,10 @@ def test_full_prefill_is_what_the_hits_build_on(replay):
 
 
 def test_a_plain_extend_is_cut_before_its_tail(zero):
-    found = answer(zero, PROMPT, "question", "plain=0.1")
     m = PROMPT.boundary
-    assert (found.cached, found.replayed) == (m - -(-m // 10), 0)
+    for ratio, tail in ((0.1, 64), (0.5, -(-m // 2)), (1, m)):
+        found = answer(zero, PROMPT, "question", f"plain={ratio:g}")
+        assert (found.cached, found.replayed) == (m - tail, 0)
 
 
 @pytest.mark.parametrize(("m", "k"), [(1000, 64), (1000, 999), (64, 64), (10, 64), (8192, 1), (3, 2)])

@@ -22,7 +22,10 @@ from quality.answers import COLD, SEEDED, ZERO, Answer, anchored_of, plain_of, r
 from quality.codec import Codec
 from quality.metrics import METRICS
 from quality.prompt import Prompt
+from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.reuse_limit import LIMIT_PARAM
+
+LEAST_TAIL = 64  # tokens, as a server's default
 
 
 class WrongBoundary(RuntimeError):
@@ -62,6 +65,7 @@ class Asker:
     run: str
     codec: Codec | None
     max_tokens: int | None = None  # the server's --tail-replay-max-tokens
+    min_tokens: int = LEAST_TAIL  # its --tail-replay-min-tokens
     timeout: float = 3600
 
     def space(self, name: str) -> str:
@@ -124,7 +128,7 @@ class Cached:
             self._space = self.asker.space(prompt.digest)
         elif self._space is None:
             self._prefill()
-        m = 0 if cold else boundary(prompt.cut(cut), variant)
+        m = 0 if cold else boundary(prompt.cut(cut), variant, self.asker.min_tokens)
         begin = time.perf_counter()
         reply = self.asker.generate(
             prompt.ids, prompt.new_tokens, self._space, prompt.stops, asked_ratio(m, variant), None if cold else m
@@ -140,10 +144,10 @@ class Cached:
             raise WrongBoundary(f"the prompt was to be computed, but {reply.cached} tokens of it were cached")
 
 
-def boundary(cut: int, variant: str) -> int:
-    """Tokens to serve from the cache."""
+def boundary(cut: int, variant: str, min_tokens: int = LEAST_TAIL) -> int:
+    """Tokens to serve from the cache: a plain extend begins where a replay of that ratio would."""
     ratio = plain_of(variant)
-    return cut if ratio is None else cut - _share(cut, ratio)
+    return cut if ratio is None else cut - tail_length(cut, ratio, min_tokens)
 
 
 def asked_ratio(m: int, variant: str) -> float | None:
@@ -162,7 +166,7 @@ def check(reply: Reply, m: int, variant: str, max_tokens: int | None = None) -> 
     """WrongBoundary unless m tokens were cached and the variant's share of them was replayed, in one replay."""
     if reply.cached != m:
         raise WrongBoundary(f"meant to be served with {m} cached tokens, served with {reply.cached}")
-    if variant in COLD:
+    if variant in COLD or m == 0:
         return
     if reply.matched != m or reply.replayed is None:
         raise WrongBoundary(f"the server does not tell of a replay at {m} (matched={reply.matched}): mode off?")

@@ -204,7 +204,12 @@ def notes(found: Mapping[str, Any]) -> str:
         shares = [of[variant]["replayed_share"] for of in of_cells]
         same = [found["benchmarks"][name]["variants"][variant]["same_as_full"] for name in found["benchmarks"]]
         if variant != FULL:
-            text = f"{title(variant)}: {min(shares):.1%}–{max(shares):.1%} of the cached tokens replayed"
+            text = f"{title(variant)}: "
+            text += (
+                "nothing cached"
+                if None in shares
+                else f"{min(shares):.1%}–{max(shares):.1%} of the cached tokens replayed"
+            )
             if None not in same:
                 names = (BENCHMARKS[name][0] for name in found["benchmarks"])
                 equal = ", ".join(f"{name} {share:.1%}" for name, share in zip(names, same, strict=True))
