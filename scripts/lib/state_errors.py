@@ -5,9 +5,9 @@ keep over the tail: without a server, in torch, on the CPU or the GPU.
 
 For hybrids of Qwen3.5's layout as scripts/train_hybrid writes them, and with --ids for others of that layout whose
 prompts are token ids. The cached prefix of every prompt ends at the last multiple of 64 tokens before its question. A
-replay begins at zero states and the exact input of its group, so that a group's first layer misses only what lies before
-the tail: the gates bound that. The layers behind it read approximate inputs, too. OUT/states.json has quantiles by
-layer and tail, and errors by what the gates keep; OUT/states.png shows both."""
+replay begins at zero states and the exact input of its group, so that a group's first layer misses only what lies
+before the tail: the gates bound that. The layers behind it read approximate inputs, too. OUT/states.json has quantiles
+by layer and tail, and errors by what the gates keep; OUT/states.png shows both."""
 
 from __future__ import annotations
 
