@@ -48,7 +48,7 @@ from quality.codec import Codec, has_tokenizer
 from quality.plan import BENCHMARKS, DEFAULT_MODES, MODES, REPLAY_SERVER, ZERO_SERVER, Choice, Job
 from quality.progress import Progress
 from quality.prompt import CUTS
-from quality.runs import Outcome, run, server
+from quality.runs import Outcome, by_prompt, run, server
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -88,6 +88,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-only", action="store_true", help="ask nothing, write the report of what is there")
     parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time, of each server")
     parser.add_argument("--side-by-side", action="store_true", help="all servers at a time, not one after the other")
+    parser.add_argument("--replay-servers", type=int, default=1, help="that share what mode replay asks; 1")
     parser.add_argument("--seconds", type=float, help="for the whole run: what has not been asked by then is left out")
     parser.add_argument("--url", help="a running server with this plugin in mode replay")
     parser.add_argument("--zero-url", help="one in mode zero")
@@ -102,8 +103,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if bad := [ratio for ratio in options.ratios if not 0 < ratio <= 1]:
         parser.error(f"--ratios must lie in (0, 1], not {bad[0]:g}")
-    if min(options.count, options.concurrency, *options.lengths) < 1:
-        parser.error("--count, --concurrency and --lengths must be positive")
+    if min(options.count, options.concurrency, options.replay_servers, *options.lengths) < 1:
+        parser.error("--count, --concurrency, --replay-servers and --lengths must be positive")
     if min((*options.tails, *options.anchor_intervals), default=1) < 1:
         parser.error("--tails and --anchor-intervals must be positive")
     needed = plan.servers(choice_of(options))
@@ -133,61 +134,68 @@ def settings_of(options: argparse.Namespace, text: bool) -> dict[str, Any]:
 
 
 def server_flags(options: argparse.Namespace, name: str, text: bool) -> list[str]:
-    flags = plan.flags_of(name)
+    """What makes the server that of its name comes behind the flags for all, what is meant for it alone last."""
+    flags = [] if text and has_tokenizer(Path(options.model_path)) else ["--skip-tokenizer-init"]
+    flags += [*options.server_flags, *plan.flags_of(name)]
     for key in ("min_tokens", "max_tokens"):
         if (value := getattr(options, key)) is not None:
             flags += [f"--tail-replay-{key.replace('_', '-')}", str(value)]
-    tokenizer = [] if text and has_tokenizer(Path(options.model_path)) else ["--skip-tokenizer-init"]
     own = settings(options.server_flag, name, str, plan.servers(choice_of(options)))
-    return [*flags, *tokenizer, *options.server_flags, *(f"{flag}={value}" for flag, value in own.items())]
+    return [*flags, *(f"{flag}={value}" for flag, value in own.items())]
 
 
-def ask_all(options: argparse.Namespace, jobs: dict[str, list[Job]], codec: Codec | None, kept: AnswerFile) -> Outcome:
-    total, todo = sum(map(len, jobs.values())), {name: missing(found, kept) for name, found in jobs.items()}
-    progress = Progress(total, total - sum(map(len, todo.values())), Path(options.model_path).name)
-    if progress.done:
-        print(f"{progress.done} of {total} answers are in {kept.path}", flush=True)
-    until = time.monotonic() + (options.seconds or math.inf)
+class Asking:
+    """A run: what is left to ask, of which servers."""
 
-    def ask(name: str) -> Outcome:
-        return _ask_server(options, name, todo[name], codec, kept, progress, until)
+    def __init__(self, options: argparse.Namespace, codec: Codec | None, kept: AnswerFile):
+        self.options, self.codec, self.kept = options, codec, kept
+        self._until = time.monotonic() + (options.seconds or math.inf)
+        self._progress = Progress(0, 0, "")
 
-    names = [name for name, left in todo.items() if left]
-    with ThreadPoolExecutor(max(1, len(names)) if options.side_by_side else 1) as pool:
-        outcomes = list(pool.map(ask, names))
-    return Outcome(
-        [error for one in outcomes for error in one.errors], next((o.stopped for o in outcomes if o.stopped), None)
-    )
+    def run(self, jobs: dict[str, list[Job]]) -> Outcome:
+        """`jobs` by name of server."""
+        options, total = self.options, sum(map(len, jobs.values()))
+        left = {name: missing(found, self.kept) for name, found in jobs.items()}
+        done = total - sum(map(len, left.values()))
+        self._progress = Progress(total, done, Path(options.model_path).name)
+        if done:
+            print(f"{done} of {total} answers are in {self.kept.path}", flush=True)
+        parts = [part for name, found in left.items() for part in self._parts(name, found)]
+        with ThreadPoolExecutor(max(1, len(parts)) if options.side_by_side else 1) as pool:
+            outcomes = list(pool.map(lambda part: self._on_server(*part), parts))
+        errors = [error for one in outcomes for error in one.errors]
+        return Outcome(errors, next((one.stopped for one in outcomes if one.stopped), None))
+
+    def _parts(self, name: str, jobs: list[Job]) -> list[tuple[str, str, list[Job]]]:
+        """Name of server, of its log, and jobs. The server of replays has the most to answer and may have its like."""
+        count = self.options.replay_servers if name == REPLAY_SERVER and self._url(name) is None else 1
+        prompts = by_prompt(jobs)
+        shares = [[job for same in prompts[i::count] for job in same] for i in range(count)]
+        return [(name, f"{name}{f'-{i + 1}' if i else ''}", share) for i, share in enumerate(shares) if share]
+
+    def _url(self, name: str) -> str | None:
+        return {REPLAY_SERVER: self.options.url, ZERO_SERVER: self.options.zero_url}.get(name)
+
+    def _on_server(self, name: str, log: str, jobs: list[Job]) -> Outcome:
+        options, given = self.options, self._url(name)
+        if given:
+            return self._ask(given, name, jobs)
+        env = settings(options.server_env, name, str, plan.servers(choice_of(options)))
+        flags, path = server_flags(options, name, self.codec is not None), options.out / f"server-{log}.log"
+        with server(options.model_path, flags, env, path, options.ready_seconds) as url:
+            return self._ask(url, name, jobs)
+
+    def _ask(self, url: str, name: str, jobs: list[Job]) -> Outcome:
+        options = self.options
+        asker = Asker(url.rstrip("/"), uuid.uuid4().hex, self.codec, options.max_tokens)
+        asker = replace(asker, min_tokens=options.min_tokens or asker.min_tokens)
+        # What a pass computes must not depend on what else is asked, where it says which states are saved.
+        at_a_time = 1 if name == plan.SEEDED_SERVER else options.concurrency
+        return run(jobs, asker, self.kept, at_a_time, self._progress, self._until)
 
 
 def missing(jobs: Sequence[Job], kept: AnswerFile) -> list[Job]:
     return [job for job in jobs if kept.find(job.key, job.prompt.digest) is None]
-
-
-def _ask_server(
-    options: argparse.Namespace,
-    name: str,
-    jobs: list[Job],
-    codec: Codec | None,
-    kept: AnswerFile,
-    progress: Progress,
-    until: float,
-) -> Outcome:
-    def ask(url: str) -> Outcome:
-        asker = Asker(url.rstrip("/"), uuid.uuid4().hex, codec, options.max_tokens)
-        asker = replace(asker, min_tokens=options.min_tokens or asker.min_tokens)
-        # What a pass computes must not depend on what else is asked, where it says which states are saved.
-        at_a_time = 1 if name == plan.SEEDED_SERVER else options.concurrency
-        return run(jobs, asker, kept, at_a_time, progress, until)
-
-    given = {REPLAY_SERVER: options.url, ZERO_SERVER: options.zero_url}.get(name)
-    if given:
-        return ask(given)
-    log, every = options.out / f"server-{name}.log", plan.servers(choice_of(options))
-    env = settings(options.server_env, name, str, every)
-    flags = server_flags(options, name, codec is not None)
-    with server(options.model_path, flags, env, log, options.ready_seconds) as url:
-        return ask(url)
 
 
 def write_report(options: argparse.Namespace, kept: AnswerFile, outcome: Outcome) -> list[str]:
@@ -235,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.report_only:
             prompts = list(plan.prompts(choice, codec, vocab_size))
             jobs = {name: plan.jobs(choice, prompts, name) for name in plan.servers(choice)}
-            outcome = ask_all(options, jobs, codec, kept)
+            outcome = Asking(options, codec, kept).run(jobs)
     except AnswersDiffer as error:
         raise SystemExit(f"error: {error}") from None
     kept.close()

@@ -305,14 +305,27 @@ def test_bad_arguments_are_refused(model, given, message, capsys):
 def test_flags_go_to_the_server_of_a_mode(model):
     options = eval_quality.parse(["--model-path", str(model), "--max-tokens", "512", "--", "--dtype", "float32"])
     assert eval_quality.server_flags(options, "zero", text=False) == [
-        *("--tail-replay-mode", "zero", "--tail-replay-max-tokens", "512", "--skip-tokenizer-init"),
-        *("--dtype", "float32"),
+        *("--skip-tokenizer-init", "--dtype", "float32"),
+        *("--tail-replay-mode", "zero", "--tail-replay-max-tokens", "512"),
     ]
     assert "--skip-tokenizer-init" in eval_quality.server_flags(options, "replay", text=True)  # it has none
     options.server_flag, options.modes = ["anchored-1024:--chunked-prefill-size=512"], ("full", "anchored")
     assert eval_quality.server_flags(options, "anchored-1024", text=False)[-1] == "--chunked-prefill-size=512"
     (model / "tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in eval_quality.server_flags(options, "replay", text=True)
+
+
+def test_servers_may_share_the_replays(model, tmp_path):
+    """All jobs of a prompt on one of them: it has the prompt in its cache."""
+    given = ["--model-path", str(model), "--replay-servers", "2", "--lengths", "200"]
+    options = eval_quality.parse(given)
+    prompts = [id_tasks.prompt("kv", 200, i, 0, 1024) for i in range(3)]
+    jobs = [Job(prompt, "question", variant) for prompt in prompts for variant in ("r=0.05", "r=0.1")]
+    asking = eval_quality.Asking(options, None, AnswerFile(tmp_path / "answers.jsonl", {}))
+    (_, log, first), (_, log_2, second) = asking._parts("replay", jobs)
+    assert (log, log_2) == ("replay", "replay-2")
+    assert [job.prompt.index for job in first] == [0, 0, 2, 2] and [job.prompt.index for job in second] == [1, 1]
+    assert len(asking._parts("zero", jobs)) == 1
 
 
 def test_token_ids_need_a_config(tmp_path):
