@@ -31,6 +31,7 @@ class Cell:
     replayed: Mapping[str, float]  # variant -> share of the cached tokens that was replayed
     same: Mapping[str, Sequence[bool]]  # variant -> is the answer, token by token, that of full prefill
     same_first: Mapping[str, Sequence[bool]]  # variant -> is its first token
+    seeded: Mapping[str, Sequence[bool]]  # variant -> did its replay begin at an older state
 
     @property
     def label(self) -> str:
@@ -86,7 +87,8 @@ def _cell(name: str, variants: Sequence[str], prompts: Sequence[Mapping[str, Ans
     with_full = variants if FULL in variants else []
     same = {v: [by[v].output == by[FULL].output for by in prompts] for v in with_full}
     first = {v: [by[v].output[:1] == by[FULL].output[:1] for by in prompts] for v in with_full}
-    return Cell(benchmark, task, int(length), scores, shares, same, first)
+    seeded = {v: [by[v].start == SEEDED for by in prompts] for v in variants}
+    return Cell(benchmark, task, int(length), scores, shares, same, first, seeded)
 
 
 def estimate(chosen: Sequence[Cell], variant: str) -> Estimate:
@@ -144,6 +146,7 @@ def _numbers(chosen: Sequence[Cell]) -> dict[str, Any]:
             "of_full": share._asdict() if share else None,
             "replayed_share": None if variant in COLD else sum(shares) / len(shares),
             "same_as_full": _share([one for cell in chosen for one in cell.same.get(variant, ())]),
+            "seeded": _share([one for cell in chosen for one in cell.seeded[variant]]),
         }
     return {"prompts": sum(cell.count for cell in chosen), "cells": len(chosen), "variants": variants}
 
@@ -210,6 +213,9 @@ def notes(found: Mapping[str, Any]) -> str:
                 if None in shares
                 else f"{min(shares):.1%}–{max(shares):.1%} of the cached tokens replayed"
             )
+            if variant == SEEDED:
+                seeded = [found["benchmarks"][name]["variants"][variant]["seeded"] for name in found["benchmarks"]]
+                text += f", {min(seeded):.0%} or more of them on an older state, the others on a near one or from zero"
             if None not in same:
                 names = (BENCHMARKS[name][0] for name in found["benchmarks"])
                 equal = ", ".join(f"{name} {share:.1%}" for name, share in zip(names, same, strict=True))
