@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 class TailReplayCache(UnifiedRadixCache):
     """`tail_length_of(req)` gives the tail planner of a request, or None if none of its hits needs a tail;
-    `may_reuse(req)` says whether it may be served from the cache at all; no hit takes tokens that have more than
-    `max_generation` approximate replays behind them (None: no limit)."""
+    `may_reuse(req)` says whether it may be served from the cache at all, `limit_of(req)` from how many tokens of it at
+    most (None: no limit); no hit takes tokens that have more than `max_generation` approximate replays behind them
+    (None: no limit)."""
 
     tail_length_of: Callable[[object], Callable[[int], int] | None] = staticmethod(lambda req: None)
     may_reuse: Callable[[object], bool] = staticmethod(lambda req: True)
+    limit_of: Callable[[object], int | None] = staticmethod(lambda req: None)
     max_generation: int | None = None
     on_reset: Callable[[], None] = staticmethod(lambda: None)
     load_back_threshold = 0  # tokens; set by init_hicache
@@ -51,6 +53,9 @@ class TailReplayCache(UnifiedRadixCache):
                 # nobody may find it under them.
                 params.req.extra_key = f"tail_replay:{params.req.rid}"
             return self.tree_core.empty_match_result
+        limit = self.limit_of(params.req)
+        if limit is not None and limit < len(params.key):
+            params = dataclasses.replace(params, key=_limited(params.key, limit))
         result = super().match_prefix(params)
         device, host = len(result.device_indices), result.host_hit_length
         matched = device + host if self._loads(host) else device

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from sglang_tailreplay import reuse_limit
 from sglang_tailreplay.config import TailReplayConfig, check_ratio
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.pass_anchors import Keep, positions_inside
@@ -125,10 +126,11 @@ def ratio_of(req: Req, config: TailReplayConfig) -> float:
 
 
 def check_request(custom_params: object) -> float | None:
-    """The replay ratio that a request brings, None without one; TailReplayError if it is no ratio.
+    """The replay ratio that a request brings, None without one; TailReplayError if it or its limit is none.
 
     Called where a request enters the server, so that the client learns of it.
     """
+    reuse_limit.check(custom_params)
     if isinstance(custom_params, dict) and RATIO_PARAM in custom_params:
         return check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
     return None
@@ -181,6 +183,7 @@ class Planner:
         self.cache = cache
         cache.may_reuse = may_reuse
         cache.tail_length_of = self.tail_length_of
+        cache.limit_of = reuse_limit.of
         cache.max_generation = self.config.max_generation
         cache.rows.before_finish = self.before_finish
         cache.rows.anchors.reach = REACH * self.config.anchor_interval

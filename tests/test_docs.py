@@ -91,12 +91,16 @@ def test_workload_options(command, monkeypatch):
     assert options.url and options.workloads
 
 
-@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/eval_quality")])
+QUALITY = ("scripts/eval_quality", "scripts/eval_turns", "scripts/state_errors")
+
+
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith(QUALITY)])
 def test_quality_options(command, monkeypatch, tmp_path):
-    """The evaluation itself runs in tests/serving/test_quality.py."""
+    """The evaluations themselves run in tests/serving/test_quality.py and tests/scripts."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
-    arguments = [str(tmp_path) if word in ("M", "DIR", "RUN") else word for word in words(command)[1:]]
-    assert importlib.import_module("eval_quality").parse(arguments).model_path
+    program, *given = words(command)
+    arguments = [str(tmp_path) if word in ("M", "DIR", "RUN") else word for word in given]
+    assert importlib.import_module(Path(program).name).parse(arguments).model_path
 
 
 @pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/train_hybrid")])
@@ -107,7 +111,7 @@ def test_training_options(command, monkeypatch):
 
 
 def test_every_command_has_a_test():
-    programs = ("scripts/simulate", "scripts/workload", "scripts/eval_quality", "scripts/train_hybrid")
+    programs = ("scripts/simulate", "scripts/workload", *QUALITY, "scripts/train_hybrid")
     assert [command for command in HERE if not command.startswith(programs)] == []
 
 

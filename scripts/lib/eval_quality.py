@@ -4,8 +4,18 @@ cached prefix that ends where its question begins, and from one that ends at a r
     scripts/eval_quality --model-path M --benchmarks ruler,longbench --modes full,zero,replay --ratios 0.05,0.10
     scripts/eval_quality --model-path M --url http://HOST:30000 --modes full,replay   # a server that runs already
 
-Modes: full, nothing cached; zero, KV reused and states zero (the paper's baseline, a server of its own); replay, at
-each of --ratios on one server. All over the same prompts. Flags after -- go to the servers that this script starts:
+Modes, all over the same prompts:
+
+    full      nothing cached
+    zero      KV reused and states zero: the paper's baseline, on a server of its own
+    replay    at each of --ratios, and with each of --tails
+    plain     the tail of each of --ratios prefilled as ordinary tokens, from zero states: what a replay is without rows
+    anchored  states saved about every so many tokens, a server for each of --anchor-intervals
+    seeded    the tail of a replay on top of the state at the last multiple of 1,024 tokens, on a server of its own
+    again     full once more, on the server of mode zero: what rounding does to answers, best with passes of another
+              size (--server-flag zero:--chunked-prefill-size=2048)
+
+Flags after -- go to all servers that this script starts:
 
     scripts/eval_quality --model-path M --lengths 1024,2048 --count 50 -- --dtype float32
 
@@ -18,10 +28,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +45,10 @@ from quality import facts, id_tasks, longbench, plan, plot, ruler, summary
 from quality.answers import AnswerFile, AnswersDiffer
 from quality.ask import Asker
 from quality.codec import Codec, has_tokenizer
-from quality.plan import BENCHMARKS, MODES, SERVERS, Choice, Job
+from quality.plan import BENCHMARKS, DEFAULT_MODES, MODES, REPLAY_SERVER, ZERO_SERVER, Choice, Job
 from quality.progress import Progress
 from quality.prompt import CUTS
-from quality.runs import Outcome, run, server
+from quality.runs import Outcome, by_prompt, run, server
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,8 +68,10 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, help="for the server, and for its tokenizer")
     parser.add_argument("--benchmarks", type=names(BENCHMARKS), default=("ruler",), help=f"of {','.join(BENCHMARKS)}")
     parser.add_argument("--tasks", type=names(tuple(tasks)), help=f"all, or some of {','.join(tasks)}")
-    parser.add_argument("--modes", type=names(MODES), default=MODES, help=f"of {','.join(MODES)}")
-    parser.add_argument("--ratios", type=numbers(float), default=(0.05, 0.1), help="of the replay mode; 0.05,0.1")
+    parser.add_argument("--modes", type=names(MODES), default=DEFAULT_MODES, help=f"of {','.join(MODES)}")
+    parser.add_argument("--ratios", type=numbers(float), default=(0.05, 0.1), help="of replays; 0.05,0.1")
+    parser.add_argument("--tails", type=numbers(int), default=(), help="fixed tails, in tokens")
+    parser.add_argument("--anchor-intervals", type=numbers(int), default=(1024,), help="of mode anchored; 1024")
     parser.add_argument("--cuts", type=names(CUTS), default=CUTS, help="where the cached prefix ends; question,random")
     parser.add_argument("--lengths", type=numbers(int), default=(8192, 16384), help="tokens of prompt and answer")
     parser.add_argument("--count", type=int, default=200, help="prompts a cell (a task at a length); 200")
@@ -70,12 +86,16 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
 def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("quality"), help="folder; an earlier run in it is continued")
     parser.add_argument("--report-only", action="store_true", help="ask nothing, write the report of what is there")
-    parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time")
+    parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time, of each server")
+    parser.add_argument("--side-by-side", action="store_true", help="all servers at a time, not one after the other")
+    parser.add_argument("--replay-servers", type=int, default=1, help="that share what mode replay asks; 1")
+    parser.add_argument("--seconds", type=float, help="for the whole run: what has not been asked by then is left out")
     parser.add_argument("--url", help="a running server with this plugin in mode replay")
     parser.add_argument("--zero-url", help="one in mode zero")
     parser.add_argument("--min-tokens", type=int, help="the server's --tail-replay-min-tokens")
     parser.add_argument("--max-tokens", type=int, help="the server's --tail-replay-max-tokens")
-    parser.add_argument("--server-env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--server-env", action="append", default=[], metavar="[SERVER:]NAME=VALUE")
+    parser.add_argument("--server-flag", action="append", default=[], metavar="[SERVER:]--FLAG=VALUE")
     parser.add_argument("--ready-seconds", type=float, default=1800, help="time limit for the start of a server")
     parser.add_argument("--commit", help="where the checkout has no .git")
 
@@ -83,72 +103,99 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if bad := [ratio for ratio in options.ratios if not 0 < ratio <= 1]:
         parser.error(f"--ratios must lie in (0, 1], not {bad[0]:g}")
-    if min(options.count, options.concurrency, *options.lengths) < 1:
-        parser.error("--count, --concurrency and --lengths must be positive")
-    if options.url and "zero" in options.modes and not options.zero_url:
-        parser.error("--modes zero needs a server of its own: --zero-url, or leave zero out")
+    if min(options.count, options.concurrency, options.replay_servers, *options.lengths) < 1:
+        parser.error("--count, --concurrency, --replay-servers and --lengths must be positive")
+    if min((*options.tails, *options.anchor_intervals), default=1) < 1:
+        parser.error("--tails and --anchor-intervals must be positive")
+    needed = plan.servers(choice_of(options))
+    if options.url and ZERO_SERVER in needed and not options.zero_url:
+        parser.error("--modes zero, plain and again need a server of their own: --zero-url, or leave them out")
+    if options.url and (others := [name for name in needed if name not in (REPLAY_SERVER, ZERO_SERVER)]):
+        parser.error(f"{others[0]} is a server that this script starts: leave --url out")
     if any(flag.startswith("--tail-replay-anchor-interval") for flag in options.server_flags):
-        parser.error("--tail-replay-anchor-interval: hits near a saved state do not depend on r; leave it out")
+        parser.error("--tail-replay-anchor-interval: hits near a saved state do not depend on r; --modes anchored")
     if (options.url or options.zero_url) and options.server_flags:
         parser.error("flags after -- are for servers that this script starts, not for --url")
 
 
 def choice_of(options: argparse.Namespace) -> Choice:
-    fields = ("benchmarks", "tasks", "modes", "ratios", "cuts", "lengths", "count", "seed")
+    fields = ("benchmarks", "tasks", "modes", "ratios", "tails", "anchor_intervals", "cuts", "lengths", "count", "seed")
     files = ("longbench_dir", "qa_file", "haystack")
     return Choice(**{field: getattr(options, field) for field in (*fields, *files)})
 
 
 def settings_of(options: argparse.Namespace, text: bool) -> dict[str, Any]:
     """What may not change between the answers of one file. Modes, tasks, lengths and counts may."""
-    same = ("seed", "min_tokens", "max_tokens", "server_flags", "server_env", "url", "zero_url", "chat")
+    same = ("seed", "min_tokens", "max_tokens", "server_flags", "server_flag", "server_env", "url", "zero_url", "chat")
     return {"model": Path(options.model_path).name, "text": text, **{name: getattr(options, name) for name in same}}
 
 
 # ------------------------------------------------------------------------------------------------------- executing
 
 
-def server_flags(options: argparse.Namespace, mode: str, text: bool) -> list[str]:
-    flags = ["--tail-replay-mode", mode]
-    for name in ("min_tokens", "max_tokens"):
-        if (value := getattr(options, name)) is not None:
-            flags += [f"--tail-replay-{name.replace('_', '-')}", str(value)]
-    tokenizer = [] if text and has_tokenizer(Path(options.model_path)) else ["--skip-tokenizer-init"]
-    return [*flags, *tokenizer, *options.server_flags]
+def server_flags(options: argparse.Namespace, name: str, text: bool) -> list[str]:
+    """What makes the server that of its name comes behind the flags for all, what is meant for it alone last."""
+    flags = [] if text and has_tokenizer(Path(options.model_path)) else ["--skip-tokenizer-init"]
+    flags += [*options.server_flags, *plan.flags_of(name)]
+    for key in ("min_tokens", "max_tokens"):
+        if (value := getattr(options, key)) is not None:
+            flags += [f"--tail-replay-{key.replace('_', '-')}", str(value)]
+    own = settings(options.server_flag, name, str, plan.servers(choice_of(options)))
+    return [*flags, *(f"{flag}={value}" for flag, value in own.items())]
 
 
-def ask_all(options: argparse.Namespace, jobs: dict[str, list[Job]], codec: Codec | None, kept: AnswerFile) -> Outcome:
-    total, todo = sum(map(len, jobs.values())), {mode: missing(found, kept) for mode, found in jobs.items()}
-    progress = Progress(total, total - sum(map(len, todo.values())), Path(options.model_path).name)
-    if progress.done:
-        print(f"{progress.done} of {total} answers are in {kept.path}", flush=True)
-    both = Outcome()
-    for mode, left in todo.items():
-        if left:
-            outcome = _ask_server(options, mode, left, codec, kept, progress)
-            both.errors += outcome.errors
-            both.stopped = both.stopped or outcome.stopped
-    return both
+class Asking:
+    """A run: what is left to ask, of which servers."""
+
+    def __init__(self, options: argparse.Namespace, codec: Codec | None, kept: AnswerFile):
+        self.options, self.codec, self.kept = options, codec, kept
+        self._until = time.monotonic() + (options.seconds or math.inf)
+        self._progress = Progress(0, 0, "")
+
+    def run(self, jobs: dict[str, list[Job]]) -> Outcome:
+        """`jobs` by name of server."""
+        options, total = self.options, sum(map(len, jobs.values()))
+        left = {name: missing(found, self.kept) for name, found in jobs.items()}
+        done = total - sum(map(len, left.values()))
+        self._progress = Progress(total, done, Path(options.model_path).name)
+        if done:
+            print(f"{done} of {total} answers are in {self.kept.path}", flush=True)
+        parts = [part for name, found in left.items() for part in self._parts(name, found)]
+        with ThreadPoolExecutor(max(1, len(parts)) if options.side_by_side else 1) as pool:
+            outcomes = list(pool.map(lambda part: self._on_server(*part), parts))
+        errors = [error for one in outcomes for error in one.errors]
+        return Outcome(errors, next((one.stopped for one in outcomes if one.stopped), None))
+
+    def _parts(self, name: str, jobs: list[Job]) -> list[tuple[str, str, list[Job]]]:
+        """Name of server, of its log, and jobs. The server of replays has the most to answer and may have its like."""
+        count = self.options.replay_servers if name == REPLAY_SERVER and self._url(name) is None else 1
+        prompts = by_prompt(jobs)
+        shares = [[job for same in prompts[i::count] for job in same] for i in range(count)]
+        return [(name, f"{name}{f'-{i + 1}' if i else ''}", share) for i, share in enumerate(shares) if share]
+
+    def _url(self, name: str) -> str | None:
+        return {REPLAY_SERVER: self.options.url, ZERO_SERVER: self.options.zero_url}.get(name)
+
+    def _on_server(self, name: str, log: str, jobs: list[Job]) -> Outcome:
+        options, given = self.options, self._url(name)
+        if given:
+            return self._ask(given, name, jobs)
+        env = settings(options.server_env, name, str, plan.servers(choice_of(options)))
+        flags, path = server_flags(options, name, self.codec is not None), options.out / f"server-{log}.log"
+        with server(options.model_path, flags, env, path, options.ready_seconds) as url:
+            return self._ask(url, name, jobs)
+
+    def _ask(self, url: str, name: str, jobs: list[Job]) -> Outcome:
+        options = self.options
+        asker = Asker(url.rstrip("/"), uuid.uuid4().hex, self.codec, options.max_tokens)
+        asker = replace(asker, min_tokens=options.min_tokens or asker.min_tokens)
+        # What a pass computes must not depend on what else is asked, where it says which states are saved.
+        at_a_time = 1 if name == plan.SEEDED_SERVER else options.concurrency
+        return run(jobs, asker, self.kept, at_a_time, self._progress, self._until)
 
 
 def missing(jobs: Sequence[Job], kept: AnswerFile) -> list[Job]:
     return [job for job in jobs if kept.find(job.key, job.prompt.digest) is None]
-
-
-def _ask_server(
-    options: argparse.Namespace, mode: str, jobs: list[Job], codec: Codec | None, kept: AnswerFile, progress: Progress
-) -> Outcome:
-    def ask(url: str) -> Outcome:
-        asker = Asker(url.rstrip("/"), uuid.uuid4().hex, codec, options.max_tokens)
-        return run(jobs, asker, kept, options.concurrency, progress)
-
-    given = options.zero_url if mode == "zero" else options.url
-    if given:
-        return ask(given)
-    log, env = options.out / f"server-{mode}.log", settings(options.server_env, mode, str, SERVERS)
-    flags = server_flags(options, mode, codec is not None)
-    with server(options.model_path, flags, env, log, options.ready_seconds) as url:
-        return ask(url)
 
 
 def write_report(options: argparse.Namespace, kept: AnswerFile, outcome: Outcome) -> list[str]:
@@ -195,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = Outcome()
         if not options.report_only:
             prompts = list(plan.prompts(choice, codec, vocab_size))
-            outcome = ask_all(options, {mode: plan.jobs(choice, prompts, mode) for mode in SERVERS}, codec, kept)
+            jobs = {name: plan.jobs(choice, prompts, name) for name in plan.servers(choice)}
+            outcome = Asking(options, codec, kept).run(jobs)
     except AnswersDiffer as error:
         raise SystemExit(f"error: {error}") from None
     kept.close()

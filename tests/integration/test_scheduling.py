@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_tailreplay import reuse_limit
 from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.pass_anchors import Keep
@@ -298,6 +299,18 @@ def test_a_request_may_bring_its_ratio():
         check_request(params)
     assert ratio_of(SimpleNamespace(sampling_params=None), config) == 0.1
     check_request({RATIO_PARAM: 1})
+
+
+def test_a_request_may_limit_what_it_takes_from_the_cache():
+    def of(params):
+        return reuse_limit.of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)))
+
+    assert planner().cache.limit_of is reuse_limit.of
+    assert of({reuse_limit.LIMIT_PARAM: 0}) == 0 and of({reuse_limit.LIMIT_PARAM: 9, "other": 1}) == 9
+    assert [of(params) for params in (None, {}, "text", {reuse_limit.LIMIT_PARAM: -1})] == [None] * 4
+    for bad in (-1, 0.5, True, None, "9"):
+        with pytest.raises(TailReplayError, match="tail_replay_max_matched=.*custom_params"):
+            check_request({reuse_limit.LIMIT_PARAM: bad})
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, "0.5", None, True, float("nan"), [1]])

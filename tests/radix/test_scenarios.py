@@ -105,6 +105,21 @@ def test_rows_of_a_request_that_was_never_released_come_back_with_its_last_refer
     assert server.cache.rows.pool.used_rows == 8  # the prompt's, in the tree
 
 
+@pytest.mark.parametrize(("limit", "matched"), [(None, 7), (7, 7), (20, 7), (3, 3), (0, 0)])
+def test_a_request_may_limit_what_it_takes(limit, matched):
+    """In the middle of a node too; and what lies behind stays as it is."""
+    server = scheduler(rows=24)
+    serve(server, range(8))
+    server.cache.limit_of = lambda req: limit
+    req = server.arrive(range(8), max_new_tokens=1)
+    key = RadixKey(req.origin_input_ids, req.extra_key, limit=7)
+    found = server.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+    assert len(found.device_indices) == matched and req.tail_replay_shrunk is None
+    server.cache.check_invariants()
+    whole = server.cache.match_prefix(MatchPrefixParams(key=RadixKey(req.origin_input_ids, req.extra_key)))
+    assert len(whole.device_indices) == 8
+
+
 def test_overridden_embeddings_neither_use_nor_leave_cached_tokens():
     """Their token ids are placeholders: whoever sends the same ids as plain text must not get their KV."""
     server = scheduler(rows=24)

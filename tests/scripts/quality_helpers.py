@@ -68,11 +68,13 @@ class FakeServer:
         self.requests.append(body)
         ids, seen = body["input_ids"], self.seen.setdefault(body["extra_key"], [])
         longest = max((len(os.path.commonprefix([ids, other])) for other in seen), default=0)
-        cached = max(0, min(longest, len(ids) - 1) - self.short_by)
+        own = body["sampling_params"].get("custom_params", {})
+        cached = max(0, min(longest, len(ids) - 1, own.get("tail_replay_max_matched", len(ids))) - self.short_by)
         seen.append(ids)
-        ratio = body["sampling_params"].get("custom_params", {}).get("tail_replay_ratio", 0.05)
+        ratio = own.get("tail_replay_ratio", 0.05)
         replayed = 0 if self.mode == "zero" else min(cached, max(4, -int(-cached * ratio // 1)))
         told = {"matched": cached, "replayed": replayed, "generation": int(replayed < cached) * self.generation}
+        told["start"] = "exact" if replayed == cached else "zero"
         details = {f"tail_replay_{name}": value for name, value in told.items()} if cached else {}
         return {"output_ids": self.output, "meta_info": {"cached_tokens": cached, "cached_tokens_details": details}}
 

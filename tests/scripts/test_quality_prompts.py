@@ -302,17 +302,25 @@ def test_a_bad_record_is_named(tmp_path, line):
 
 
 def choice(**given):
-    defaults = dict(benchmarks=("ruler",), tasks=None, modes=plan.MODES, ratios=(0.05, 0.1), cuts=CUTS)
+    defaults = dict(benchmarks=("ruler",), tasks=None, modes=plan.DEFAULT_MODES, ratios=(0.05, 0.1), cuts=CUTS)
     return plan.Choice(**{**defaults, "lengths": (200, 300), "count": 3, "seed": 0, **given})
 
 
 def test_every_prompt_is_asked_in_every_mode_on_the_right_server():
     prompts = list(plan.prompts(choice(), None, 1024))
     assert len({prompt.name for prompt in prompts}) == len(prompts) == 4 * 2 * 3
-    asked = {server: plan.jobs(choice(), prompts, server) for server in plan.SERVERS}
+    every = choice(modes=plan.MODES, tails=(64,), anchor_intervals=(512, 1024))
+    asked = {server: plan.jobs(every, prompts, server) for server in plan.servers(every)}
     of_first = {server: [job[1:] for job in jobs if job.prompt is prompts[0]] for server, jobs in asked.items()}
     replays = [(cut, f"r={ratio}") for cut in ("question", "random") for ratio in (0.05, 0.1)]
-    assert of_first == {"replay": [(None, "full"), *replays], "zero": [("question", "zero"), ("random", "zero")]}
+    zeros = [(None, "again"), ("question", "zero"), ("random", "zero")]
+    assert of_first == {
+        "replay": [(None, "full"), *replays, ("question", "k=64")],
+        "zero": [*zeros, ("question", "plain=0.05"), ("question", "plain=0.1")],
+        "anchored-512": [("question", "anchored=512"), ("random", "anchored=512")],
+        "anchored-1024": [("question", "anchored=1024"), ("random", "anchored=1024")],
+        "seeded": [("question", "seeded")],
+    }
 
 
 def test_a_run_that_is_cut_short_has_every_cell():
@@ -320,11 +328,21 @@ def test_a_run_that_is_cut_short_has_every_cell():
     assert len({prompt.cell for prompt in prompts[:8]}) == 8
 
 
-@pytest.mark.parametrize(("modes", "replay", "zero"), [(("full",), 1, 0), (("full", "zero"), 0, 3), (("zero",), 0, 2)])
-def test_a_mode_that_is_not_asked_for_needs_no_server(modes, replay, zero):
-    only = choice(modes=modes)
+@pytest.mark.parametrize(
+    ("modes", "jobs"),
+    [
+        (("full",), {"replay": 1}),
+        (("full", "zero"), {"zero": 3}),
+        (("zero",), {"zero": 2}),
+        (("full", "plain"), {"zero": 3}),
+        (("full", "anchored"), {"anchored-1024": 3}),
+        (("full", "replay", "seeded"), {"replay": 5, "seeded": 1}),
+    ],
+)
+def test_a_mode_that_is_not_asked_for_needs_no_server(modes, jobs):
+    only = choice(modes=modes, anchor_intervals=(1024,))
     prompts = list(plan.prompts(only, None, 1024))[:1]
-    assert [len(plan.jobs(only, prompts, server)) for server in plan.SERVERS] == [replay, zero]
+    assert {server: len(plan.jobs(only, prompts, server)) for server in plan.servers(only)} == jobs
 
 
 def test_missing_longbench_files_are_named(tmp_path):

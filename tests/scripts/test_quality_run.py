@@ -6,11 +6,13 @@ import eval_quality
 import pytest
 from quality import answers, ask, id_tasks, ruler, runs
 from quality.answers import AnswerFile, AnswersDiffer, Key
-from quality.ask import Asker, Reply, WrongBoundary
+from quality.ask import Asker, Cached, Reply, WrongBoundary
 from quality.codec import Codec
 from quality.plan import Job
 from quality.progress import Progress
 from quality_helpers import FIRST, Characters, fake_server
+
+from sglang_tailreplay.replay.tail import tail_length
 
 
 @pytest.fixture
@@ -54,39 +56,65 @@ def asker(server, **options):
 # ---------------------------------------------------------------------------------------------------- one answer
 
 
+def answer(server, prompt, cut, variant):
+    return Cached(asker(server), prompt).answer(cut, variant)
+
+
 def test_full_prefill_is_one_request_that_finds_nothing(replay):
+    cached = Cached(asker(replay), PROMPT)
     for _ in range(2):  # what the first one left is not found
-        answer = asker(replay).answer(PROMPT, "question", "full")
-        assert (answer.cached, answer.boundary, answer.cut) == (0, 0, None)
+        found = cached.answer("question", "full")
+        assert (found.cached, found.boundary, found.cut) == (0, 0, None)
     assert [body["input_ids"] for body in replay.requests] == [list(PROMPT.ids)] * 2
 
 
 @pytest.mark.parametrize("cut", ["question", "random"])
-def test_a_prefix_is_cached_up_to_the_cut_whatever_comes_after_it(replay, cut):
-    answer = asker(replay).answer(PROMPT, cut, "r=0.1")
-    first, second = replay.requests
+def test_a_prompt_is_served_up_to_the_cut_from_what_was_computed_without_a_cache(replay, cut):
+    cached = Cached(asker(replay), PROMPT)
+    found = [cached.answer(cut, variant) for variant in ("r=0.1", "k=20", "r=0.1")]
+    assert [body["input_ids"] for body in replay.requests] == [list(PROMPT.ids)] * 4
+    first, *hits = replay.requests
     m = PROMPT.cut(cut)
-    assert first["input_ids"][:m] == list(PROMPT.ids[:m]) and len(first["input_ids"]) == m + 1
-    assert first["input_ids"][m] != PROMPT.ids[m]
-    assert second["input_ids"] == list(PROMPT.ids)
-    assert second["sampling_params"]["custom_params"] == {"tail_replay_ratio": 0.1}
-    assert first["extra_key"] == second["extra_key"]
-    assert (answer.cached, answer.boundary, answer.cut) == (m, m, cut)
+    assert "custom_params" not in first["sampling_params"]
+    assert [hit["sampling_params"]["custom_params"]["tail_replay_max_matched"] for hit in hits] == [m] * 3
+    assert hits[0]["sampling_params"]["custom_params"]["tail_replay_ratio"] == 0.1
+    assert len({body["extra_key"] for body in replay.requests}) == 1
+    assert [(one.cached, one.boundary, one.cut) for one in found] == [(m, m, cut)] * 3
+    assert [one.replayed for one in found] == [-(-m // 10), min(m, 20), -(-m // 10)]
+
+
+def test_full_prefill_is_what_the_hits_build_on(replay):
+    cached = Cached(asker(replay), PROMPT)
+    cached.answer(None, "full")
+    cached.answer("question", "r=0.1")
+    assert len(replay.requests) == 2
+
+
+def test_a_plain_extend_is_cut_before_its_tail(zero):
+    m = PROMPT.boundary
+    for ratio, tail in ((0.1, 64), (0.5, -(-m // 2)), (1, m)):
+        found = answer(zero, PROMPT, "question", f"plain={ratio:g}")
+        assert (found.cached, found.replayed) == (m - tail, 0)
+
+
+@pytest.mark.parametrize(("m", "k"), [(1000, 64), (1000, 999), (64, 64), (10, 64), (8192, 1), (3, 2)])
+def test_a_tail_is_asked_for_by_a_ratio_that_gives_it(m, k):
+    assert tail_length(m, ask.asked_ratio(m, f"k={k}"), 1) == min(m, k)
 
 
 def test_the_ids_of_an_answer_are_scored(replay):
     replay.output = list(PROMPT.references[0])
-    assert asker(replay).answer(PROMPT, None, "full").score == 1
+    assert answer(replay, PROMPT, None, "full").score == 1
     replay.output = [PROMPT.references[0][0], 0]
-    assert asker(replay).answer(PROMPT, None, "full").score == 0.5
+    assert answer(replay, PROMPT, None, "full").score == 0.5
 
 
 def test_the_text_of_an_answer_is_scored(replay):
     codec = Codec(Characters())
     prompt = ruler.prompt("niah_single", 600, 0, 0, codec, ruler.Material())
     replay.output = [FIRST + ord(c) for c in f" {prompt.references[0]}."]
-    answer = Asker(replay.url, "run", codec).answer(prompt, "question", "r=0.05")
-    assert (answer.text, answer.score) == (f" {prompt.references[0]}.", 1)
+    found = Cached(Asker(replay.url, "run", codec), prompt).answer("question", "r=0.05")
+    assert (found.text, found.score) == (f" {prompt.references[0]}.", 1)
     assert replay.requests[-1]["sampling_params"]["ignore_eos"] is False
 
 
@@ -100,7 +128,11 @@ GOOD = Reply([1], cached=100, matched=100, replayed=10, generation=1)
         ("r=0.1", {"replayed": 64}, None),  # the server has a least number of tokens
         ("r=1", {"replayed": 100, "generation": 0}, None),
         ("r=0.5", {}, 10),  # or a largest
+        ("k=10", {}, None),
         ("zero", {"replayed": 0}, None),
+        ("plain=0.1", {"replayed": 0}, None),
+        ("anchored=512", {"generation": 0, "start": "exact", "anchored": 1}, None),
+        ("seeded", {"start": "seeded", "anchored": 1}, None),
     ],
 )
 def test_what_is_served_as_meant_passes(variant, change, max_tokens):
@@ -116,6 +148,10 @@ def test_what_is_served_as_meant_passes(variant, change, max_tokens):
         ("r=0.1", {"replayed": 9}, "9 tokens were replayed, r=0.1 asks for 10 of 100"),
         ("r=0.1", {"generation": 2}, "builds on 2"),
         ("r=0.1", {"generation": 0, "anchored": 1}, "saves states"),
+        ("k=20", {}, "10 tokens were replayed, k=20 asks for 20 of 100"),
+        ("plain=0.1", {}, "not in mode zero"),
+        ("anchored=512", {"start": "seeded", "anchored": 1}, "no saved one near"),
+        ("anchored=512", {"start": "exact", "anchored": 1}, "no saved one near"),  # on top of an approximation
         ("r=1", {"replayed": 100}, "builds on 1"),  # another replay lies behind its prefix
         ("zero", {}, "not in mode zero"),
         ("full", {}, "meant to be served with 0"),
@@ -132,8 +168,8 @@ def test_what_is_not_served_as_meant_is_no_data_point(variant, change, message):
 def test_a_run_asks_everything_once_and_goes_on_where_it_was(evaluate, replay, zero, tmp_path, capsys):
     assert evaluate() == 0
     prompts = 2 * 2
-    assert len(replay.requests) == prompts * (1 + 2 * 2 * 2)  # full; two cuts at two ratios, two requests each
-    assert len(zero.requests) == prompts * 2 * 2
+    assert len(replay.requests) == prompts * (1 + 2 * 2)  # full; two cuts at two ratios
+    assert len(zero.requests) == prompts * (1 + 2)  # a prefill of its own
     first = (tmp_path / "out" / "answers.jsonl").read_text()
     replay.requests.clear(), zero.requests.clear()
 
@@ -143,9 +179,8 @@ def test_a_run_asks_everything_once_and_goes_on_where_it_was(evaluate, replay, z
     assert "28 of 28 answers" in capsys.readouterr().out
 
     assert evaluate("--ratios", "0.05,0.1,0.2", count=3) == 0  # more of the same adds to it
-    of_ratio = [body["sampling_params"].get("custom_params") for body in replay.requests]
-    assert of_ratio.count({"tail_replay_ratio": 0.2}) == 6 * 2
-    assert of_ratio.count({"tail_replay_ratio": 0.1}) == 2 * 2
+    ratios = [body["sampling_params"].get("custom_params", {}).get("tail_replay_ratio") for body in replay.requests]
+    assert (ratios.count(0.2), ratios.count(0.1), ratios.count(None)) == (6 * 2, 2 * 2, 6)
 
 
 def test_the_report_has_tables_numbers_and_a_plot(evaluate, tmp_path):
@@ -181,7 +216,7 @@ def test_answers_under_other_settings_are_not_mixed(evaluate, more, message):
 
 def test_an_answer_to_another_prompt_is_not_taken(tmp_path, replay):
     kept = AnswerFile(tmp_path / "answers.jsonl", {})
-    kept.add(asker(replay).answer(PROMPT, "question", "full"))
+    kept.add(answer(replay, PROMPT, "question", "full"))
     assert kept.find(Key(PROMPT.name, None, "full"), PROMPT.digest).score == 0
     with pytest.raises(AnswersDiffer, match="another prompt"):
         kept.find(Key(PROMPT.name, None, "full"), "0" * 16)
@@ -257,6 +292,8 @@ def test_a_dead_server_is_an_error_with_its_address(tmp_path, model):
         (("--url", "http://x", "--modes", "full", "--", "--dtype", "float32"), "after --"),
         (("--", "--tail-replay-anchor-interval", "512"), "do not depend on r"),
         (("--modes", "some"), "some not in"),
+        (("--tails", "0"), "--tails"),
+        (("--url", "http://x", "--modes", "full,anchored"), "anchored-1024 is a server that this script starts"),
     ],
 )
 def test_bad_arguments_are_refused(model, given, message, capsys):
@@ -268,12 +305,27 @@ def test_bad_arguments_are_refused(model, given, message, capsys):
 def test_flags_go_to_the_server_of_a_mode(model):
     options = eval_quality.parse(["--model-path", str(model), "--max-tokens", "512", "--", "--dtype", "float32"])
     assert eval_quality.server_flags(options, "zero", text=False) == [
-        *("--tail-replay-mode", "zero", "--tail-replay-max-tokens", "512", "--skip-tokenizer-init"),
-        *("--dtype", "float32"),
+        *("--skip-tokenizer-init", "--dtype", "float32"),
+        *("--tail-replay-mode", "zero", "--tail-replay-max-tokens", "512"),
     ]
     assert "--skip-tokenizer-init" in eval_quality.server_flags(options, "replay", text=True)  # it has none
+    options.server_flag, options.modes = ["anchored-1024:--chunked-prefill-size=512"], ("full", "anchored")
+    assert eval_quality.server_flags(options, "anchored-1024", text=False)[-1] == "--chunked-prefill-size=512"
     (model / "tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in eval_quality.server_flags(options, "replay", text=True)
+
+
+def test_servers_may_share_the_replays(model, tmp_path):
+    """All jobs of a prompt on one of them: it has the prompt in its cache."""
+    given = ["--model-path", str(model), "--replay-servers", "2", "--lengths", "200"]
+    options = eval_quality.parse(given)
+    prompts = [id_tasks.prompt("kv", 200, i, 0, 1024) for i in range(3)]
+    jobs = [Job(prompt, "question", variant) for prompt in prompts for variant in ("r=0.05", "r=0.1")]
+    asking = eval_quality.Asking(options, None, AnswerFile(tmp_path / "answers.jsonl", {}))
+    (_, log, first), (_, log_2, second) = asking._parts("replay", jobs)
+    assert (log, log_2) == ("replay", "replay-2")
+    assert [job.prompt.index for job in first] == [0, 0, 2, 2] and [job.prompt.index for job in second] == [1, 1]
+    assert len(asking._parts("zero", jobs)) == 1
 
 
 def test_token_ids_need_a_config(tmp_path):

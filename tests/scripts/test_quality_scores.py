@@ -1,5 +1,7 @@
 """Metrics, intervals and tables of eval_quality."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -221,6 +223,24 @@ def test_the_plot_has_a_line_for_every_cell_and_the_mean(tmp_path):
     ((title, lines),) = plot.panels(numbers)
     assert title == "RULER, cut: question" and list(lines) == ["R-niah@1K", "mean"]
     assert [point[:2] for point in plot.points(lines["mean"]["variants"])] == [(0, 0), (5, 0.5), (10, 1)]
+    assert plot.tail_points(lines["mean"]["variants"]) == []
+    score = {"value": 0.5, "low": 0.25, "high": 1.0}
+    tails = {"k=1024": {"score": score}, "full": {"score": score}, "k=64": {"score": score}}
+    assert plot.tail_points(tails) == [(64, 0.5, 0.25, 0.5), (1024, 0.5, 0.25, 0.5)]
     written = plot.draw(numbers, "M", tmp_path / "quality.svg")
     assert all(path.stat().st_size > 1000 for path in written) and len(written) == 2
     assert plot.draw(summary.document([]), "M", tmp_path / "none.svg") == []
+
+
+def test_the_notes_tell_what_lay_under_a_seeded_replay():
+    seeded = [replace(answer(i, "seeded", 1.0), start=start) for i, start in enumerate(["seeded", "exact", "seeded"])]
+    text = summary.notes(summary.document([*run_of(3, full=1.0), *seeded])["question"])
+    assert "Seeded: " in text and "67% or more of them on an older state" in text
+
+
+def test_columns_have_an_order():
+    wanted = ["full", "zero", "plain=0.05", "r=0.05", "r=0.2", "k=64", "k=512", "seeded", "anchored=512", "again"]
+    assert summary.order(reversed(wanted)) == wanted
+    assert [summary.title(v) for v in ("plain=0.05", "k=64", "anchored=512", "again")] == [
+        *("plain 5%", "k=64", "anchored 512", "Full again"),
+    ]

@@ -46,7 +46,7 @@ def longbench(tmp_path_factory):
 
 def test_all_modes_over_the_same_prompts(tiny_model, tmp_path, longbench):
     given = ("--benchmarks", "ruler,longbench", "--tasks", "niah_single,hotpotqa", "--longbench-dir", longbench)
-    given += ("--lengths", "480", "--count", "1", "--ratios", "0.05,1")
+    given += ("--lengths", "480", "--count", "1", "--ratios", "0.05,1", "--modes", "full,again,zero,plain,replay")
     done = evaluate(tiny_model, tmp_path, *given)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     answers = answers_in(tmp_path)
@@ -57,12 +57,14 @@ def test_all_modes_over_the_same_prompts(tiny_model, tmp_path, longbench):
         assert outputs(answers, "r=0.05", cut) != full  # and on this model, one of few is not
         assert outputs(answers, "zero", cut) != full
         assert outputs(answers, "zero", cut).keys() == outputs(answers, "r=0.05", cut).keys() == full.keys()
+    assert outputs(answers, "again") == outputs(answers, "plain=1", "question") == full
+    assert outputs(answers, "plain=0.05", "question") != full
     assert all(a["cached"] == a["boundary"] for a in answers)
     assert "LB-hotpotqa@480" in (tmp_path / "report.md").read_text()
 
     stamps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("server-*.log"))]
     again = evaluate(tiny_model, tmp_path, *given)
-    assert again.returncode == 0 and "14 of 14 answers" in again.stdout
+    assert again.returncode == 0 and "20 of 20 answers" in again.stdout
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("server-*.log"))] == stamps  # none was started
     assert answers_in(tmp_path) == answers
 

@@ -11,20 +11,53 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FULL, ZERO = "full", "zero"
+FULL, AGAIN, ZERO, SEEDED = "full", "again", "zero", "seeded"
+COLD = (FULL, AGAIN)  # nothing is cached; AGAIN: on another server, whose passes are of other sizes
 
 
 def replay(ratio: float) -> str:
     return f"r={ratio:g}"
 
 
+def tail(tokens: int) -> str:
+    return f"k={tokens}"
+
+
+def plain(ratio: float) -> str:
+    """The tail is prefilled as ordinary tokens, from zero states: no rows."""
+    return f"plain={ratio:g}"
+
+
+def anchored(interval: int) -> str:
+    return f"anchored={interval}"
+
+
 def ratio_of(variant: str) -> float | None:
-    return float(variant[2:]) if variant.startswith("r=") else None
+    return _number(variant, "r")
+
+
+def tail_of(variant: str) -> int | None:
+    found = _number(variant, "k")
+    return None if found is None else int(found)
+
+
+def plain_of(variant: str) -> float | None:
+    return _number(variant, "plain")
+
+
+def anchored_of(variant: str) -> int | None:
+    found = _number(variant, "anchored")
+    return None if found is None else int(found)
+
+
+def _number(variant: str, kind: str) -> float | None:
+    name, _, number = variant.partition("=")
+    return float(number) if name == kind else None
 
 
 @dataclass(frozen=True)
 class Key:
-    """What an answer is an answer to. Full prefill knows no cut."""
+    """What an answer is an answer to. Cold prefill knows no cut."""
 
     prompt: str  # Prompt.name
     cut: str | None
@@ -47,6 +80,7 @@ class Answer:
     text: str | None  # None where the model has no text
     score: float
     seconds: float
+    start: str = ""  # how the replay began: exact, seeded or zero
 
     @property
     def key(self) -> Key:

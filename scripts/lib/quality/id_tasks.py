@@ -94,7 +94,7 @@ def prompt(name: str, length: int, index: int, seed: int, vocab_size: int) -> Pr
     question = [ASK, *example.question, ANSWER]
     room = length - len(question) - len(example.answer) - 2
     head = [BOS, tag]
-    context = [*head, *_spread(draw, words, example, room, f"ruler/{name}@{length}")]
+    context = [*head, *spread(draw, words, example, room, f"ruler/{name}@{length}")]
     return Prompt(
         *("ruler", name, length, index, (*context, *question), len(context), len(example.answer)),
         references=(tuple(example.answer),),
@@ -103,7 +103,7 @@ def prompt(name: str, length: int, index: int, seed: int, vocab_size: int) -> Pr
     )
 
 
-def _spread(draw: random.Random, words: Vocabulary, example: Example, room: int, cell: str) -> list[int]:
+def spread(draw: random.Random, words: Vocabulary, example: Example, room: int, cell: str) -> list[int]:
     """The units at random places of `room` tokens, filler between them. Units that do not fit are left out, but never
     those that the answer needs."""
     matters = {*example.question, *example.answer}

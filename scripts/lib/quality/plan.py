@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quality import answers, facts, id_tasks, longbench, ruler, words
-from quality.answers import FULL, ZERO, Key
+from quality.answers import AGAIN, FULL, SEEDED, ZERO, Key
 from quality.codec import Codec
 from quality.prompt import Prompt
 
 BENCHMARKS = ("ruler", "longbench", "facts")
-MODES = ("full", "zero", "replay")
-SERVERS = ("replay", "zero")  # by the mode they run in
+MODES = ("full", "again", "zero", "plain", "replay", "anchored", "seeded")
+DEFAULT_MODES = ("full", "zero", "replay")
+REPLAY_SERVER, ZERO_SERVER, SEEDED_SERVER = "replay", "zero", "seeded"
+SEED_PASS = 1024  # tokens of a pass on the server of mode seeded, and of what lies between its saved states
 
 
 class Job(NamedTuple):
@@ -39,6 +41,8 @@ class Choice:
     lengths: tuple[int, ...]
     count: int  # prompts a cell
     seed: int
+    tails: tuple[int, ...] = ()  # of the replay mode, in tokens
+    anchor_intervals: tuple[int, ...] = ()  # of the anchored mode
     longbench_dir: Path | None = None
     qa_file: Path | None = None
     haystack: Path | None = None
@@ -122,15 +126,58 @@ def _facts(choice: Choice) -> list:
     return [(maker(task, length), choice.count) for length in choice.lengths for task in facts_tasks(choice)]
 
 
+def anchor_server(interval: int) -> str:
+    return f"anchored-{interval}"
+
+
+def servers(choice: Choice) -> list[str]:
+    """Names of the servers that the modes need, the one for full prefill first."""
+    modes, found = set(choice.modes), []
+    if modes & {"replay"} or modes <= {"full"}:
+        found.append(REPLAY_SERVER)
+    if modes & {"again", "zero", "plain"}:
+        found.append(ZERO_SERVER)
+    if "anchored" in modes:
+        found += [anchor_server(interval) for interval in choice.anchor_intervals]
+    if "seeded" in modes:
+        found.append(SEEDED_SERVER)
+    return found
+
+
+def flags_of(server: str) -> list[str]:
+    """How the server of that name differs from the others."""
+    if server == SEEDED_SERVER:
+        # Reach is two intervals: short, so that the newest state, saved at the end of a pass, lies beyond it.
+        return ["--tail-replay-anchor-interval", "64", "--chunked-prefill-size", str(SEED_PASS)]
+    if server.startswith("anchored-"):
+        return ["--tail-replay-anchor-interval", server.removeprefix("anchored-")]
+    return ["--tail-replay-mode", server]
+
+
+def variants(choice: Choice, server: str) -> list[tuple[str | None, str]]:
+    """(cut, variant), what is cold first. Fixed tails, plain extends and seeded replays: at the question only."""
+    modes, ratios = choice.modes, choice.ratios
+    found: list[tuple[str | None, str]] = []
+    if "full" in modes and server == servers(choice)[0]:
+        found.append((None, FULL))
+    if server == ZERO_SERVER:
+        found += [(None, AGAIN)] * ("again" in modes)
+        found += [(cut, ZERO) for cut in choice.cuts if "zero" in modes]
+        if "plain" in modes and "question" in choice.cuts:
+            found += [("question", answers.plain(ratio)) for ratio in ratios]
+    elif server == REPLAY_SERVER and "replay" in modes:
+        found += [(cut, answers.replay(ratio)) for cut in choice.cuts for ratio in ratios]
+        if "question" in choice.cuts:
+            found += [("question", answers.tail(tail)) for tail in choice.tails]
+    elif server == SEEDED_SERVER:
+        found.append(("question", SEEDED))
+    elif server.startswith("anchored-"):
+        variant = answers.anchored(int(server.removeprefix("anchored-")))
+        found += [(cut, variant) for cut in choice.cuts]
+    return found
+
+
 def jobs(choice: Choice, asked: Sequence[Prompt], server: str) -> list[Job]:
-    """What to ask of the server in this mode, prompt by prompt. Full prefill is the same on both: nothing is cached."""
-    with_full = "replay" if "replay" in choice.modes else "zero" if "zero" in choice.modes else "replay"
-    variants: list[tuple[str | None, str]] = []
-    if "full" in choice.modes and server == with_full:
-        variants.append((None, FULL))
-    for cut in choice.cuts:
-        if server == "replay" and "replay" in choice.modes:
-            variants += [(cut, answers.replay(ratio)) for ratio in choice.ratios]
-        if server == "zero" and "zero" in choice.modes:
-            variants.append((cut, ZERO))
-    return [Job(prompt, cut, variant) for prompt in asked for cut, variant in variants]
+    """What to ask of that server, prompt by prompt."""
+    chosen = variants(choice, server)
+    return [Job(prompt, cut, variant) for prompt in asked for cut, variant in chosen]

@@ -1,4 +1,4 @@
-"""Scores against the replay ratio, with full prefill and a zero state beside them."""
+"""Scores against the replay ratio and against fixed tails, with full prefill and a zero state beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quality.answers import FULL, ZERO, ratio_of
+from quality.answers import FULL, ZERO, ratio_of, tail_of
 from quality.summary import BENCHMARKS
 from sglang_tailreplay.figure import save_figure
 
@@ -20,6 +20,12 @@ def points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, float
             score = one["score"]
             found.append((ratio * 100, score["value"], score["value"] - score["low"], score["high"] - score["value"]))
     return sorted(found)
+
+
+def tail_points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, float]]:
+    """The same of fixed tails, in tokens; none where there are none."""
+    scores = {tail_of(variant): one["score"] for variant, one in variants.items() if tail_of(variant)}
+    return [(k, s["value"], s["value"] - s["low"], s["high"] - s["value"]) for k, s in sorted(scores.items())]
 
 
 def panels(numbers: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -43,11 +49,17 @@ def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(1, len(chosen), figsize=(5.5 * len(chosen), 4.5), squeeze=False, sharey=True)
-    for axes, (title, lines) in zip(all_axes[0], chosen, strict=True):
+    drawn = [(title, lines, points) for title, lines in chosen]
+    drawn += [(title, lines, tail_points) for title, lines in chosen if tail_points(lines["mean"]["variants"])]
+    figure, all_axes = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 4.5), squeeze=False, sharey=True)
+    for axes, (title, lines, of) in zip(all_axes[0], drawn, strict=True):
         for label, one in lines.items():
-            _line(axes, label, one["variants"])
-        axes.set(xlabel="replayed share of the cached prefix, % (0: zero state)", title=title, ylim=(-0.02, 1.02))
+            _line(axes, label, one["variants"], of(one["variants"]))
+        axes.set(title=title, ylim=(-0.02, 1.02))
+        if of is points:
+            axes.set_xlabel("replayed share of the cached prefix, % (0: zero state)")
+        else:
+            axes.set(xlabel="replayed tokens", xscale="log")
         axes.grid(True, alpha=0.25)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7)
@@ -56,13 +68,12 @@ def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
     return save_figure(figure, out)
 
 
-def _line(axes: Any, label: str, variants: Mapping[str, Any]) -> None:
+def _line(axes: Any, label: str, variants: Mapping[str, Any], measured: Sequence[tuple]) -> None:
     width = 2.5 if label == "mean" else 1.0
     colour = {"color": "k"} if label == "mean" else {}
-    measured = points(variants)
     if measured:
-        ratios, scores, below, above = zip(*measured, strict=True)
-        drawn = axes.errorbar(ratios, scores, (below, above), marker="o", markersize=3, lw=width, label=label, **colour)
-        colour = {"color": drawn[0].get_color()}
+        places, scores, below, above = zip(*measured, strict=True)
+        shown = axes.errorbar(places, scores, (below, above), marker="o", markersize=3, lw=width, label=label, **colour)
+        colour = {"color": shown[0].get_color()}
     if FULL in variants:
         axes.axhline(variants[FULL]["score"]["value"], ls="--", lw=width / 2, **colour)

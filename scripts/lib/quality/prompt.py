@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 CUTS = ("question", "random")
@@ -42,7 +43,7 @@ class Prompt:
             return self.boundary
         return random.Random(f"{self.digest}/cut").randrange(1, self.boundary)
 
-    @property
+    @cached_property  # it reads all of a long prompt
     def digest(self) -> str:
         """Equal for equal questions: an answer may be taken for that of another run."""
         asked = (self.ids, self.boundary, self.new_tokens, self.references, self.metric, self.stops)

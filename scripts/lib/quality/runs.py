@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from pathlib import Path
 from arguments import CHECKOUT
 
 from quality.answers import AnswerFile
-from quality.ask import Asker, ServerFailed, WrongBoundary
+from quality.ask import Asker, Cached, ServerFailed, WrongBoundary
 from quality.plan import Job
 from quality.progress import Progress
 
@@ -41,28 +43,40 @@ def server(model: str, flags: Sequence[str], env: Mapping[str, str], log: Path, 
         serving.stop(started)
 
 
-def run(jobs: Sequence[Job], asker: Asker, kept: AnswerFile, concurrency: int, progress: Progress) -> Outcome:
-    """An answer that was not served from its boundary is asked for once more (a full cache may have dropped the prefix
-    in between), and is an error then."""
+def run(
+    jobs: Sequence[Job],
+    asker: Asker,
+    kept: AnswerFile,
+    concurrency: int,
+    progress: Progress,
+    until: float = math.inf,
+) -> Outcome:
+    """The jobs of one prompt one after the other, of many prompts at a time; none is begun after `until`
+    (time.monotonic). An answer that was not served from its boundary is asked for once more (a full cache may have
+    dropped the prefix in between), and is an error then."""
     outcome, in_a_row, lock, over = Outcome(), [0], threading.Lock(), threading.Event()
     progress.resume()
 
-    def one(job: Job) -> None:
-        if over.is_set():
-            return
-        error = _ask_twice(job, asker, kept)
+    def told(job: Job, error: str | None) -> None:
         with lock:
             in_a_row[0] = in_a_row[0] + 1 if error else 0
             if error:
                 outcome.errors.append(f"{job.prompt.name} {job.variant} cut={job.cut}: {error}")
-            if in_a_row[0] >= PATIENCE:
+            if in_a_row[0] >= PATIENCE and not over.is_set():
                 outcome.stopped = f"{PATIENCE} errors in a row, the last one: {outcome.errors[-1]}"
                 over.set()
         progress.step(f"{job.prompt.name} {job.variant}", failed=error is not None)
 
+    def of_prompt(same: list[Job]) -> None:
+        cached = Cached(asker, same[0].prompt)
+        for job in same:
+            if over.is_set() or time.monotonic() > until:
+                return
+            told(job, _ask_twice(job, cached, kept))
+
     with ThreadPoolExecutor(concurrency) as pool:
         try:
-            for _ in pool.map(one, jobs):
+            for _ in pool.map(of_prompt, by_prompt(jobs)):
                 pass
         except BaseException:
             over.set()  # or the pool would ask all that is queued before it ends
@@ -70,10 +84,18 @@ def run(jobs: Sequence[Job], asker: Asker, kept: AnswerFile, concurrency: int, p
     return outcome
 
 
-def _ask_twice(job: Job, asker: Asker, kept: AnswerFile) -> str | None:
+def by_prompt(jobs: Sequence[Job]) -> list[list[Job]]:
+    """In the order of the prompts' first jobs."""
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.prompt.name, []).append(job)
+    return list(found.values())
+
+
+def _ask_twice(job: Job, cached: Cached, kept: AnswerFile) -> str | None:
     for attempt in range(2):
         try:
-            kept.add(asker.answer(*job))
+            kept.add(cached.answer(job.cut, job.variant))
             return None
         except WrongBoundary as error:
             if attempt:

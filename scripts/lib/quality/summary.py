@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from tables import markdown
 
 from quality import intervals
-from quality.answers import FULL, ZERO, Answer, ratio_of
+from quality.answers import AGAIN, COLD, FULL, SEEDED, ZERO, Answer, anchored_of, plain_of, ratio_of, tail_of
 from quality.intervals import Estimate
 
 BENCHMARKS = {"longbench": ("LongBench", "LB"), "ruler": ("RULER", "R"), "facts": ("Facts", "F")}
@@ -30,6 +31,7 @@ class Cell:
     replayed: Mapping[str, float]  # variant -> share of the cached tokens that was replayed
     same: Mapping[str, Sequence[bool]]  # variant -> is the answer, token by token, that of full prefill
     same_first: Mapping[str, Sequence[bool]]  # variant -> is its first token
+    seeded: Mapping[str, Sequence[bool]]  # variant -> did its replay begin at an older state
 
     @property
     def label(self) -> str:
@@ -42,8 +44,17 @@ class Cell:
 
 
 def order(variants: Iterable[str]) -> list[str]:
-    """Full, zero, then replays by ratio."""
-    return sorted(set(variants), key=lambda v: (v != FULL, v != ZERO, ratio_of(v) or 0))
+    """Full, zero, plain extends, replays by ratio and by tail, seeded ones, anchored ones, full again."""
+
+    def rank(variant: str) -> tuple[int, float]:
+        if variant in (FULL, ZERO):
+            return (variant == ZERO), 0
+        for number, of in enumerate((plain_of, ratio_of, tail_of, anchored_of)):
+            if (value := of(variant)) is not None:
+                return 2 + number, value
+        return (7 if variant == AGAIN else 4), math.inf
+
+    return sorted(set(variants), key=rank)
 
 
 def cells(answers: Iterable[Answer], cut: str) -> list[Cell]:
@@ -58,7 +69,9 @@ def cells(answers: Iterable[Answer], cut: str) -> list[Cell]:
         whole = [by_variant for _, by_variant in sorted(prompts.items()) if len(by_variant) == len(variants)]
         if whole:
             found.append(_cell(name, variants, whole))
-    at_cut = [cell for cell in found if set(cell.scores) != {FULL}]  # the others were asked at another cut, if at any
+    at_cut = [
+        cell for cell in found if not set(cell.scores) <= {*COLD}
+    ]  # the others were asked at another cut, if at any
     return sorted(at_cut or found, key=lambda cell: (cell.benchmark, cell.task, cell.length))
 
 
@@ -69,12 +82,13 @@ def _cell(name: str, variants: Sequence[str], prompts: Sequence[Mapping[str, Ans
     shares = {
         variant: sum(by[variant].replayed / by[variant].boundary for by in prompts) / len(prompts)
         for variant in variants
-        if variant != FULL
+        if variant not in COLD
     }
     with_full = variants if FULL in variants else []
     same = {v: [by[v].output == by[FULL].output for by in prompts] for v in with_full}
     first = {v: [by[v].output[:1] == by[FULL].output[:1] for by in prompts] for v in with_full}
-    return Cell(benchmark, task, int(length), scores, shares, same, first)
+    seeded = {v: [by[v].start == SEEDED for by in prompts] for v in variants}
+    return Cell(benchmark, task, int(length), scores, shares, same, first, seeded)
 
 
 def estimate(chosen: Sequence[Cell], variant: str) -> Estimate:
@@ -130,8 +144,9 @@ def _numbers(chosen: Sequence[Cell]) -> dict[str, Any]:
         variants[variant] = {
             "score": estimate(chosen, variant)._asdict(),
             "of_full": share._asdict() if share else None,
-            "replayed_share": None if variant == FULL else sum(shares) / len(shares),
+            "replayed_share": None if variant in COLD else sum(shares) / len(shares),
             "same_as_full": _share([one for cell in chosen for one in cell.same.get(variant, ())]),
+            "seeded": _share([one for cell in chosen for one in cell.seeded[variant]]),
         }
     return {"prompts": sum(cell.count for cell in chosen), "cells": len(chosen), "variants": variants}
 
@@ -192,7 +207,15 @@ def notes(found: Mapping[str, Any]) -> str:
         shares = [of[variant]["replayed_share"] for of in of_cells]
         same = [found["benchmarks"][name]["variants"][variant]["same_as_full"] for name in found["benchmarks"]]
         if variant != FULL:
-            text = f"{title(variant)}: {min(shares):.1%}–{max(shares):.1%} of the cached tokens replayed"
+            text = f"{title(variant)}: "
+            text += (
+                "nothing cached"
+                if None in shares
+                else f"{min(shares):.1%}–{max(shares):.1%} of the cached tokens replayed"
+            )
+            if variant == SEEDED:
+                seeded = [found["benchmarks"][name]["variants"][variant]["seeded"] for name in found["benchmarks"]]
+                text += f", {min(seeded):.0%} or more of them on an older state, the others on a near one or from zero"
             if None not in same:
                 names = (BENCHMARKS[name][0] for name in found["benchmarks"])
                 equal = ", ".join(f"{name} {share:.1%}" for name, share in zip(names, same, strict=True))
@@ -202,8 +225,13 @@ def notes(found: Mapping[str, Any]) -> str:
 
 
 def title(variant: str) -> str:
-    ratio = ratio_of(variant)
-    return f"r={ratio * 100:g}%" if ratio is not None else {FULL: "Full", ZERO: "Zero-only"}[variant]
+    if (ratio := ratio_of(variant)) is not None:
+        return f"r={ratio * 100:g}%"
+    if (ratio := plain_of(variant)) is not None:
+        return f"plain {ratio * 100:g}%"
+    if (interval := anchored_of(variant)) is not None:
+        return f"anchored {interval}"
+    return {FULL: "Full", ZERO: "Zero-only", AGAIN: "Full again", SEEDED: "Seeded"}.get(variant, variant)
 
 
 def _score(one: Mapping[str, Any] | None) -> str:

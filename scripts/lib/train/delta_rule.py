@@ -19,6 +19,13 @@ def gated_delta_rule(
 
     q, k: [B, T, H, K], used with length 1 (q also times K^-1/2); v: [B, T, H, V]; g, beta: [B, T, H]. All in float32
     inside. Returns [B, T, H, V] in float32."""
+    return with_states(q, k, v, g, beta)[0]
+
+
+def with_states(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As gated_delta_rule, and the states [B, H, N + 1, K, V] before each of the N chunks and after the last one."""
     length, keys = q.shape[1], q.shape[-1]
     q = F.normalize(q.float(), dim=-1) * keys**-0.5
     k = F.normalize(k.float(), dim=-1)
@@ -31,8 +38,8 @@ def gated_delta_rule(
     last = g[..., -1:, :]
     written = (k * (last - g).exp()).mT
     states, deltas = _hand_on(u, w, written, last.exp())
-    out = (q * g.exp()) @ states + (q @ k.mT * decay) @ deltas
-    return out.flatten(2, 3)[:, :, :length].transpose(1, 2)
+    out = (q * g.exp()) @ states[:, :, :-1] + (q @ k.mT * decay) @ deltas
+    return out.flatten(2, 3)[:, :, :length].transpose(1, 2), states
 
 
 def _chunked(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +57,8 @@ def _decay(g: torch.Tensor) -> torch.Tensor:
 def _hand_on(
     u: torch.Tensor, w: torch.Tensor, written: torch.Tensor, kept: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """States before each chunk [B, H, N, K, V], and the values that its tokens write, [B, H, N, C, V]."""
+    """States before each chunk and after the last one [B, H, N + 1, K, V], and the values that a chunk's tokens write,
+    [B, H, N, C, V]."""
     batch, heads, chunks = u.shape[:3]
     u, w, written, kept = (x.flatten(0, 1).unbind(1) for x in (u, w, written, kept))
     state = u[0].new_zeros(batch * heads, w[0].shape[-1], u[0].shape[-1])
@@ -59,6 +67,7 @@ def _hand_on(
         states.append(state)
         deltas.append(torch.baddbmm(u[chunk], w[chunk], state, alpha=-1))
         state = torch.baddbmm(state * kept[chunk], written[chunk], deltas[chunk])
+    states.append(state)
     return tuple(torch.stack(x, 1).unflatten(0, (batch, heads)) for x in (states, deltas))
 
 

@@ -77,14 +77,21 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(self.sizes[2], hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outputs(x, gated_delta_rule(*self.inputs(x)))
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v, log-gates and beta of the delta rule."""
         q, k, v = F.silu(self.conv1d(self.in_proj_qkv(x))).split(self.sizes, -1)
         q, k = (
             y.unflatten(-1, (self.key_heads, self.key_dim)).repeat_interleave(self.heads // self.key_heads, 2)
             for y in (q, k)
         )
-        v, z = (y.unflatten(-1, (self.heads, self.value_dim)) for y in (v, self.in_proj_z(x)))
         g = -self.A_log.exp() * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
-        out = gated_delta_rule(q, k, v, g, self.in_proj_b(x).float().sigmoid())
+        v = v.unflatten(-1, (self.heads, self.value_dim))
+        return q, k, v, g, self.in_proj_b(x).float().sigmoid()
+
+    def outputs(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        z = self.in_proj_z(x).unflatten(-1, (self.heads, self.value_dim))
         return self.out_proj(self.norm(out, z).flatten(2))
 
 
@@ -180,7 +187,7 @@ class Hybrid(nn.Module):
         return [layer for layer in self.model.layers if layer.kind == "linear_attention"]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self._embed(ids)
+        x = self.embed(ids)
         for layer in self.model.layers:
             x = layer(x)
         return self._logits(x)
@@ -189,7 +196,7 @@ class Hybrid(nn.Module):
         """Logits [B, T - boundary, vocabulary] as a server gives them that has the first `boundary` tokens in its cache
         and rebuilds the recurrent states from the last `tail` of them, each group of layers from zero states. 0: the
         states stay zero."""
-        x = self._embed(ids)
+        x = self.embed(ids)
         cached, new = x[:, :boundary], x[:, boundary:]
         rows = cached[:, boundary - tail :]
         for layer in self.model.layers:
@@ -204,7 +211,7 @@ class Hybrid(nn.Module):
     def _words(self, like: torch.Tensor) -> torch.Tensor:
         return self.model.embed_tokens.weight.to(torch.bfloat16 if like.is_cuda else torch.float32)
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """As a product: the gradient of an embedding of few words adds many tokens into few rows, one by one."""
         words = self._words(ids)
         return (ids[..., None] == torch.arange(len(words), device=ids.device)).to(words.dtype) @ words
