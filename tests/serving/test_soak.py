@@ -43,8 +43,8 @@ def test_a_killed_scheduler_is_heard_of_and_the_next_start_is_clean(tiny_model, 
     """Starts two servers of its own; tests/scripts/test_soak_restart.py shows what would be found."""
     out = tmp_path / "soak.json"
     command = [sys.executable, SOAK, "--model-path", tiny_model, "--seconds", 5, "--kill", "--max-prompt", 160]
-    command += ["--max-new", 64, "--concurrency", 8, "--out", out, "--log", tmp_path / "log", "--", "--dtype", "float32"]
-    command += ["--tail-replay-min-tokens", 4, "--mem-fraction-static", 0.2, "--sleep-on-idle"]
+    command += ["--max-new", 64, "--concurrency", 8, "--out", out, "--log", tmp_path / "log"]
+    command += ["--", "--dtype", "float32", "--tail-replay-min-tokens", 4, "--mem-fraction-static", 0.2]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0 and "starting again" in done.stderr, done.stderr[-4000:]
