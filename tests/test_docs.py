@@ -4,6 +4,7 @@ A command is a line indented by four spaces in README.md or docs/. Programs unde
 first step, scripts/setup, which builds an environment."""
 
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -20,13 +21,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 ELSEWHERE = {
     "scripts/setup": "every test runs in what it made",
     "scripts/demo": "its servers are those of tests/serving",
-    ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/server.py",
+    ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/test_readme.py",
     "python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",
     "SGLANG_TAILREPLAY=": "tests/serving/test_operation.py",
     "sglang.Engine(": "tests/serving/test_operation.py",
-    "curl localhost:30000/v1/chat/completions": "tests/serving/test_operation.py",
-    '"role": ': "the body of that request",
-    "curl -s localhost:30000/metrics": "tests/serving/test_workloads.py",
+    "curl localhost:30000/v1/chat/completions": "tests/serving/test_readme.py",
+    "curl -s localhost:30000/metrics": "tests/serving/test_readme.py",
     ".venv/bin/python scripts/soak": "tests/serving/test_soak.py",
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
     "sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
@@ -34,6 +34,10 @@ ELSEWHERE = {
     ".venv/bin/sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
     ".venv/bin/sglang-tailreplay doctor": "tests/integration/test_doctor.py",
 }
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
 
 
 def commands() -> list[str]:
@@ -46,9 +50,20 @@ def commands() -> list[str]:
                 continue
             if found and found[-1].endswith("\\"):
                 found[-1] = found[-1][:-1] + line.strip()
+            elif found and not is_whole(found[-1]):
+                found[-1] += line.strip()
             else:
                 found.append(line.strip())
     return found
+
+
+def is_whole(command: str) -> bool:
+    """Whether all quotation marks are closed."""
+    try:
+        words(command)
+    except ValueError:
+        return False
+    return True
 
 
 def elsewhere(command: str) -> bool:
@@ -56,10 +71,6 @@ def elsewhere(command: str) -> bool:
 
 
 HERE = [command for command in commands() if not elsewhere(command)]
-
-
-def words(command: str) -> list[str]:
-    return shlex.split(command, comments=True)
 
 
 def test_the_list_of_exceptions_is_short_of_nothing_and_holds_nothing_else():
@@ -110,8 +121,17 @@ def test_training_options(command, monkeypatch):
     assert importlib.import_module("train_hybrid").parse(words(command)[1:]).seconds
 
 
+@pytest.mark.parametrize("command", [c for c in HERE if c.startswith("scripts/plot")])
+def test_what_is_plotted_can_be(command, monkeypatch):
+    """Drawing itself: tests/scripts/test_plot.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "lib"))
+    plot = importlib.import_module("plot")
+    for path in plot.parse(words(command)[1:]).files:
+        assert plot.figure_of(path, json.loads((ROOT / path).read_text())).path.parent == path.parent
+
+
 def test_every_command_has_a_test():
-    programs = ("scripts/simulate", "scripts/workload", *QUALITY, "scripts/train_hybrid")
+    programs = ("scripts/plot", "scripts/simulate", "scripts/workload", *QUALITY, "scripts/train_hybrid")
     assert [command for command in HERE if not command.startswith(programs)] == []
 
 
@@ -119,6 +139,12 @@ def test_the_table_of_flags_names_every_setting():
     rows = re.findall(r"^\| `(--tail-replay-[\w-]+)`, `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     keys = TailReplayConfig.__slots__
     assert sorted(rows) == sorted((f"--tail-replay-{'no-' * (key in SWITCHES)}{dashed(key)}", key) for key in keys)
+
+
+def test_pages_name_no_flag_that_does_not_exist():
+    known = {f"--tail-replay-{'no-' * (key in SWITCHES)}{dashed(key)}" for key in TailReplayConfig.__slots__}
+    named = {flag for page in PAGES for flag in re.findall(r"--tail-replay-[a-z]+(?:-[a-z]+)*", page.read_text())}
+    assert named - known == {"--tail-replay-calibration"}
 
 
 def test_programs_and_files_that_pages_name_exist():

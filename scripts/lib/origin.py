@@ -19,15 +19,20 @@ DISTRIBUTIONS = ("torch", "triton", "sglang", "flashinfer-python", "flash-linear
 
 
 def machine() -> dict[str, Any]:
-    gpus = first_output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     return {
-        "gpus": gpus.splitlines() if gpus else [],
+        "gpus": gpus(),
         "cuda": _torch_cuda(),
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         **{name: version(name) for name in DISTRIBUTIONS},
     }
+
+
+def gpus() -> list[str]:
+    """Name, driver and memory of each."""
+    told = first_output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    return told.splitlines() if told else []
 
 
 def _torch_cuda() -> str | None:

@@ -24,6 +24,8 @@ from distribution import summary
 from tables import table
 from ttft_model import Tail, TtftModel, fit, queued
 
+from sglang_tailreplay.figure import save_figure
+
 RESULTS = CHECKOUT / "docs" / "results" / "h200-qwen3.5-4b.json"
 SAMPLE = CHECKOUT / "scripts" / "traces" / "mooncake-conversation-sample.jsonl"
 SLOTS_PER_REQUEST = 3  # state slots that stock SGLang keeps per running request under its no_buffer strategy
@@ -56,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shares", type=numbers(float), default=SHARES, help="of both pools, for the curve")
     parser.add_argument("--speed", type=float, default=1.0, help="arrivals so many times as fast")
     parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--plot", type=Path, help="figure of hit rate against pool size")
+    parser.add_argument("--plot", type=Path, help="figure of hit rate against pool size, .svg and .png")
     options = parser.parse_args(argv)
     if options.chunk < 1 or options.speed <= 0:
         parser.error("--chunk and --speed must be positive")
@@ -174,9 +176,7 @@ def draw(points: Sequence[dict[str, Any]], title: str, out: Path) -> None:
     axes.set_title(title, fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(out, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from client import Client
 from load import Load
 
 CHATS = 4
-SYSTEM, QUESTION = 1500, 200
+SYSTEM, QUESTION = 3000, 400
 
 
 def strip_thinking(answer: list[int]) -> list[int]:

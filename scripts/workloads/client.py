@@ -77,6 +77,13 @@ class Client:
     def info(self) -> dict[str, Any]:
         return json.loads(self._request("GET", "/server_info"))
 
+    def metrics(self) -> list[str]:
+        """Lines of /metrics; none where the server has no metrics."""
+        try:
+            return self._request("GET", "/metrics").decode().splitlines()
+        except ServerError:
+            return []
+
     def _stream(self, body: dict[str, Any]) -> Iterable[dict[str, Any]]:
         connection, response = self._open("POST", "/generate", body)
         with connection:

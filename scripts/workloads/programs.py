@@ -12,7 +12,7 @@ from client import Client
 from load import Load
 
 EXAMPLES, QUESTION, HINT = 4000, 100, 20
-QUESTIONS, VOTES = 4, 4
+VOTES = 4
 WIDTH, DEPTH = 3, 2
 
 
@@ -85,7 +85,7 @@ def make_programs() -> tuple[Any, Any, Any]:
 
 
 def run(client: Client, load: Load) -> None:
-    """One kind of program after the other; the programs of a kind run beside each other."""
+    """One kind of program after the other; those of a kind run beside each other, as many as the load has rounds."""
     import_language()
     from sglang.global_config import global_config
 
@@ -105,7 +105,7 @@ def run(client: Client, load: Load) -> None:
         ("self-consistency", self_consistency, {"hints": votes}),
         ("tree", tree_of_thought, {"hints": votes[:WIDTH], "depth": DEPTH}),
     ):
-        batch = [{**common, **more, "question": text(f"{kind}/{i}", QUESTION)} for i in range(QUESTIONS)]
+        batch = [{**common, **more, "question": text(f"{kind}/{i}", QUESTION)} for i in range(load.rounds)]
         states = program.run_batch(batch, backend=backend, num_threads=load.concurrency)
         for state in states:
             state.sync()

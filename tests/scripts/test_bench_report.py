@@ -6,6 +6,7 @@ import bench_print
 import bench_report
 import bench_ttft
 import plot
+import plot_ttft
 import pytest
 
 from sglang_tailreplay.cost import Shape, Speeds
@@ -212,7 +213,7 @@ def test_a_model_of_unknown_cost_is_named():
 
 def test_the_plot_has_a_line_for_all_that_was_measured(engines):
     report = bench_report.assemble(HEADER, CONFIG, SPEEDS, engines, 1.0)
-    lines = {label: points for label, _, points in plot.bench_lines(json.loads(json.dumps(report)))}
+    lines = {label: points for label, _, points in plot_ttft.bench_lines(json.loads(json.dumps(report)))}
     assert [point[:2] for point in lines["full prefill, stock"]] == [(8226, 200), (31847, 786.4)]
     assert [point[0] for point in lines["H2D-OVL+skip r=5%, KV on the host"]] == [8226, 31847]
     assert {"full prefill, host", "prompt that leaves a cached one, stock"} <= set(lines)

@@ -36,3 +36,15 @@ def test_twenty_seconds_of_everything(crowded, tmp_path):
     assert report["retractions"] > 0
     assert report["of_them_hits"] >= 5, "nothing was proved: hardly any hit was compared"
     assert report["rounds"] >= 4 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
+
+
+@pytest.mark.slow
+def test_a_killed_scheduler_is_heard_of_and_the_next_start_is_clean(tiny_model, tmp_path):
+    """Starts two servers of its own; tests/scripts/test_soak_restart.py shows what would be found."""
+    out = tmp_path / "soak.json"
+    command = [sys.executable, SOAK, "--model-path", tiny_model, "--seconds", 5, "--kill", "--max-prompt", 160]
+    command += ["--max-new", 64, "--concurrency", 8, "--out", out, "--log", tmp_path / "log"]
+    command += ["--", "--dtype", "float32", "--tail-replay-min-tokens", 4, "--mem-fraction-static", 0.2]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0 and "starting again" in done.stderr, done.stderr[-4000:]

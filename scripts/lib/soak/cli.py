@@ -12,8 +12,8 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(CHECKOUT / "tests" / "serving")]
 
 import server as serving  # noqa: E402
+from origin import commit_of, gpus  # noqa: E402
 
-from soak import processes  # noqa: E402
 from soak.client import Client  # noqa: E402
-from soak.judge import Failure, difference  # noqa: E402
-from soak.plan import MALFORMED, Limits, fresh_tokens  # noqa: E402
+from soak.judge import Failure  # noqa: E402
+from soak.plan import MALFORMED, Limits  # noqa: E402
+from soak.restart import kill_and_restart  # noqa: E402
 from soak.run import Calibration, Settings, Soak, calibrate  # noqa: E402
 
 PACKAGES = ("sglang-tailreplay", "sglang", "torch", "triton", "transformers")
@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--server-pid", type=int, help="with --url, of a server on this machine: watch its memory, too")
     parse.add_argument("--vocabulary", type=int, nargs=2, default=(2, 1000), metavar=("LOW", "HIGH"), help="token ids")
     parse.add_argument("--kill", action="store_true", help="at last kill -9 the scheduler under load, and start again")
+    parse.add_argument("--commit", default=os.environ.get("GIT_COMMIT"), help="where the checkout has no .git")
     parse.add_argument("--out", type=Path, help="where the document goes; default: standard output")
     parse.add_argument("--log", type=Path, default=Path("build/soak/server.log"), help="of a server started here")
     return parse
@@ -158,7 +159,7 @@ class Run:
             self.soak = Soak(client, settings, pid, say)
             await self.soak.run()
             if options.kill:
-                await self._kill(client, limits)
+                await self._kill(client)
         finally:
             await client.close()
         return self.soak.failures
@@ -174,38 +175,14 @@ class Run:
         say(f"two cold answers differ by up to {self.calibration.noise:.3g}; bound {self.calibration.bound:.3g}")
         return self.calibration.bound
 
-    async def _kill(self, client: Client, limits: Limits) -> None:
-        """The scheduler dies under load; clients must hear of it, and the next start must be a clean one."""
-        prompt = fresh_tokens(self.options.seed, -200, limits.max_prompt, limits.vocabulary)
-        right = await client.cold(prompt, 8, f"soak-kill-{time.time_ns()}")
-        say("killing the scheduler under load")
-        load = [asyncio.create_task(client.cold(prompt, limits.max_new, f"load-{i}")) for i in range(8)]
-        await asyncio.sleep(0.3)  # so that some of them run
-        family = processes.tree(self.server.process.pid)
-        mapped = processes.shared_memory(family)
-        processes.scheduler_of(self.server.process.pid).kill()
-        heard = await asyncio.gather(*load)
-        found = self.soak.failures
-        if all(outcome.status == 200 for outcome in heard):
-            found.append(Failure("kill", "no request in flight saw an error: the load was over before the kill"))
-        if any(outcome.message.startswith("no end after") for outcome in heard):
-            found.append(Failure("kill-hangs", f"a client waited {self.options.deadline:.0f} s for a dead scheduler"))
-        for left in await asyncio.to_thread(processes.wait_gone, family, 60):
-            found.append(Failure("processes-left", f"process {left.pid} lives 60 s after its scheduler was killed"))
-        serving.stop(self.server)
-        found += processes.left_behind(urlsplit(self.server.base_url).port, mapped)
-        say("starting again")
-        await asyncio.to_thread(self.start)
-        fresh = Client(self.server.base_url, self.options.deadline, connections=8)
-        try:
-            first = await fresh.exact(prompt, 8)
-        finally:
-            await fresh.close()
-        bound = self.soak.settings.max_logprob_difference
-        apart = difference(first, right)
-        same = first.tokens == right.tokens or apart.tie if bound is None else apart.logprob <= bound
-        if first.status != 200 or not same:
-            found.append(Failure("restart", f"first request after the restart: {first}, before the kill {right}"))
+    async def _kill(self, client: Client) -> None:
+        def start() -> serving.Server:
+            say("the scheduler was killed under load; starting again")
+            self.start()
+            return self.server
+
+        settings = self.soak.settings
+        self.soak.failures += await kill_and_restart(client, self.server, start, serving.stop, settings)
 
     def document(self, failures: Sequence[Failure], seconds: float) -> dict[str, Any]:
         soak, info = self.soak, self.info or {}
@@ -217,7 +194,8 @@ class Run:
             "command": ["scripts/soak", *sys.argv[1:]],
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 1),
-            "commit": commit(),
+            **commit_of(self.options),
+            "gpus": gpus(),
             "versions": {name: package_version(name) for name in PACKAGES},
             "server": {
                 key: info.get(key) for key in ("version", "model_path", "dtype", "device", "max_total_num_tokens")
@@ -244,20 +222,6 @@ def package_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """Of the checkout, with a + if something in it has changed."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", CHECKOUT, *words], check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
         return None
 
 

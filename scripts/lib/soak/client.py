@@ -23,7 +23,7 @@ class Client:
     def __init__(self, url: str, deadline: float, connections: int):
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(deadline), limits=limits, trust_env=False)
-        self._deadline = deadline
+        self.deadline = deadline
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -53,9 +53,9 @@ class Client:
     async def _timed(self, call) -> Outcome:
         begin = time.perf_counter()
         try:
-            fields = await asyncio.wait_for(call, self._deadline)
+            fields = await asyncio.wait_for(call, self.deadline)
         except TimeoutError:
-            fields = {"status": None, "message": f"no end after {self._deadline:.0f} s"}
+            fields = {"status": None, "message": f"no end after {self.deadline:.0f} s"}
         except httpx.HTTPError as error:
             fields = {"status": None, "message": f"{type(error).__name__} {error}"}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
