@@ -18,6 +18,7 @@ from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.replay_rule import EXACT
 
 DEVICE, HOST = "device", "host"  # where the KV of a hit lies
+SAVED = "saved states"  # variant that the paper does not have
 SECTIONS = ("capacity", "hits", "bursts", "trace")
 TRACE_ENDING = ".trace.json.gz"
 SHORTEST = 1e-6  # a ratio so small that only min_tokens are replayed: the nearest to a forward pass of the suffix alone
@@ -47,7 +48,7 @@ ENGINES: dict[str, Kind] = {
     "stock": Kind(False),
     **{f"resident{end}": Kind(True, False, *settings) for end, settings in _VARIANTS.items()},
     **{f"host{end}": Kind(True, True, *settings) for end, settings in _VARIANTS.items()},
-    "anchored": Kind(True, True, _BEST | {"anchor_interval": 1024}, "saved states", exact=True),
+    "anchored": Kind(True, True, _BEST | {"anchor_interval": 1024}, SAVED, exact=True),
 }
 DEFAULT_ENGINES = ("stock", "host", "host-ser")  # the paper's Table 2
 

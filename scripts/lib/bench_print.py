@@ -43,7 +43,8 @@ def _row(engines: Mapping[str, Any], engine: str, kind: str, length: int) -> Map
 def column(cell: Mapping[str, Any]) -> str:
     where = "KV on the host" if cell["source"] == "host" else "KV on the GPU"
     tier = ", host tier on" if cell["source"] == "device" and ENGINES[cell["engine"]].host_tier else ""
-    return f"{cell['variant']} r={cell['ratio']:.0%}, {where}{tier}"
+    ratio = "" if ENGINES[cell["engine"]].exact else f" r={cell['ratio']:.0%}"
+    return f"{cell['variant']}{ratio}, {where}{tier}"
 
 
 def _table_2(report: Mapping[str, Any]) -> str:

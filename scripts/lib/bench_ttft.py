@@ -207,7 +207,7 @@ def added(documents: list[Path], head: dict[str, Any]) -> dict[str, Any]:
         for what, theirs, ours in bench_report.differences(report, json.loads(json.dumps(head))):
             raise SystemExit(f"--add {path}: {what} is {theirs}, here {ours}")
         source = {key: report[key] for key in ("date", "commit", "command")}
-        engines |= {name: {**engine, "added_from": source} for name, engine in report["engines"].items()}
+        engines |= {name: {"added_from": source, **engine} for name, engine in report["engines"].items()}
     return engines
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import paper
+from bench_plan import SAVED
 from bench_print import column
 
 from sglang_tailreplay.figure import save_figure
@@ -43,7 +44,7 @@ STOCK_KINDS = {
     "aligned": ("the same at the end of a chunk, stock", "C3:"),
 }
 COLOURS = {("device", True): "C0", ("device", False): "C9", ("host", True): "C2", ("host", False): "C8"}
-VARIANT_STYLES = {paper.SKIP: "-", paper.OVERLAP: "--", paper.SERIAL: ":"}
+VARIANT_STYLES = {paper.SKIP: "-", paper.OVERLAP: "--", paper.SERIAL: ":", SAVED: "-."}
 
 
 def check_lines(report: dict[str, Any]) -> list[tuple[str, str, list[Point]]]:
