@@ -328,6 +328,25 @@ def test_servers_may_share_the_replays(model, tmp_path):
     assert len(asking._parts("zero", jobs)) == 1
 
 
+def test_a_server_that_does_not_start_is_a_problem_of_its_own(evaluate, model, tmp_path, monkeypatch):
+    """Of the run's end, with what it said; the others are asked."""
+    import server as serving
+
+    class Fake:
+        base_url = "http://127.0.0.1:9"
+
+    def refuses(started, seconds):
+        raise serving.ServerDied("server not ready\nout of memory")
+
+    monkeypatch.setattr(serving, "start", lambda *args, **kwargs: Fake())
+    monkeypatch.setattr(serving, "wait_ready", refuses)
+    monkeypatch.setattr(serving, "stop", lambda started: None)
+    given = ["--model-path", str(model), "--lengths", "200", "--tasks", "kv", "--count", "1", "--modes", "full"]
+    assert eval_quality.main([*given, "--out", str(tmp_path / "none")]) == 1
+    report = (tmp_path / "none" / "report.md").read_text()
+    assert "PROBLEM stopped after server-replay.log: server not ready" in report and "out of memory" in report
+
+
 def test_token_ids_need_a_config(tmp_path):
     with pytest.raises(SystemExit, match="config.json"):
         eval_quality.main(["--model-path", str(tmp_path / "no-model"), "--ids", "--out", str(tmp_path / "out")])
