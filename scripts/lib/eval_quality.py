@@ -48,7 +48,7 @@ from quality.codec import Codec, has_tokenizer
 from quality.plan import BENCHMARKS, DEFAULT_MODES, MODES, REPLAY_SERVER, ZERO_SERVER, Choice, Job
 from quality.progress import Progress
 from quality.prompt import CUTS
-from quality.runs import Outcome, by_prompt, run, server
+from quality.runs import NotStarted, Outcome, by_prompt, run, server
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -162,9 +162,16 @@ class Asking:
             print(f"{done} of {total} answers are in {self.kept.path}", flush=True)
         parts = [part for name, found in left.items() for part in self._parts(name, found)]
         with ThreadPoolExecutor(max(1, len(parts)) if options.side_by_side else 1) as pool:
-            outcomes = list(pool.map(lambda part: self._on_server(*part), parts))
+            try:
+                outcomes = list(pool.map(lambda part: self._on_server(*part), parts))
+            except BaseException:
+                self._until = 0.0  # or the pool would wait for all that is left
+                raise
         errors = [error for one in outcomes for error in one.errors]
         return Outcome(errors, next((one.stopped for one in outcomes if one.stopped), None))
+
+    def _expired(self) -> bool:
+        return time.monotonic() > self._until
 
     def _parts(self, name: str, jobs: list[Job]) -> list[tuple[str, str, list[Job]]]:
         """Name of server, of its log, and jobs. The server of replays has the most to answer and may have its like."""
@@ -182,8 +189,11 @@ class Asking:
             return self._ask(given, name, jobs)
         env = settings(options.server_env, name, str, plan.servers(choice_of(options)))
         flags, path = server_flags(options, name, self.codec is not None), options.out / f"server-{log}.log"
-        with server(options.model_path, flags, env, path, options.ready_seconds) as url:
-            return self._ask(url, name, jobs)
+        try:
+            with server(options.model_path, flags, env, path, options.ready_seconds) as url:
+                return self._ask(url, name, jobs)
+        except NotStarted as error:  # the other servers go on
+            return Outcome(stopped=str(error))
 
     def _ask(self, url: str, name: str, jobs: list[Job]) -> Outcome:
         options = self.options
@@ -191,7 +201,7 @@ class Asking:
         asker = replace(asker, min_tokens=options.min_tokens or asker.min_tokens)
         # What a pass computes must not depend on what else is asked, where it says which states are saved.
         at_a_time = 1 if name == plan.SEEDED_SERVER else options.concurrency
-        return run(jobs, asker, self.kept, at_a_time, self._progress, self._until)
+        return run(jobs, asker, self.kept, at_a_time, self._progress, self._expired)
 
 
 def missing(jobs: Sequence[Job], kept: AnswerFile) -> list[Job]:

@@ -37,7 +37,7 @@ from quality.ask import Asker, ServerFailed, WrongBoundary
 from quality.codec import Codec, has_tokenizer
 from quality.drift import Way
 from quality.progress import Progress
-from quality.runs import PATIENCE, server
+from quality.runs import PATIENCE, NotStarted, server
 from quality.turns import Conversation
 
 
@@ -87,7 +87,11 @@ class Talk:
         self._progress = Progress(total, total - sum(map(len, todo.values())), Path(self.options.model_path).name)
         self._until = time.monotonic() + (self.options.seconds or math.inf)
         with ThreadPoolExecutor(len(todo) if self.options.side_by_side else 1) as pool:
-            list(pool.map(lambda name: self._on_server(name, todo[name]), [name for name in todo if todo[name]]))
+            try:
+                list(pool.map(lambda name: self._on_server(name, todo[name]), [name for name in todo if todo[name]]))
+            except BaseException:
+                self._until = 0.0  # or the pool would wait for all that is left
+                raise
 
     def _missing(self, name: str, conversations: Sequence[Conversation]) -> list[tuple[Conversation, Way]]:
         ways = [way for way in self.ways if way.server == name]
@@ -99,10 +103,13 @@ class Talk:
         tokenizer = [] if self.codec else ["--skip-tokenizer-init"]
         flags = [*drift.flags_of(name), *tokenizer, *options.server_flags, *(f"{k}={v}" for k, v in own.items())]
         log, failed = options.out / f"server-{name}.log", [0]
-        with server(options.model_path, flags, env, log, options.ready_seconds) as url:
-            asker = Asker(url, uuid.uuid4().hex, self.codec)
-            with ThreadPoolExecutor(options.concurrency) as pool:
-                list(pool.map(lambda one: self._converse(asker, *one, failed), todo))
+        try:
+            with server(options.model_path, flags, env, log, options.ready_seconds) as url:
+                asker = Asker(url, uuid.uuid4().hex, self.codec)
+                with ThreadPoolExecutor(options.concurrency) as pool:
+                    list(pool.map(lambda one: self._converse(asker, *one, failed), todo))
+        except NotStarted as error:  # the other servers go on
+            self.errors.append(str(error))
 
     def _converse(self, asker: Asker, conversation: Conversation, way: Way, failed: list[int]) -> None:
         if failed[0] >= PATIENCE or time.monotonic() > self._until:

@@ -178,9 +178,16 @@ def test_a_run_asks_everything_once_and_goes_on_where_it_was(evaluate, replay, z
     assert (tmp_path / "out" / "answers.jsonl").read_text() == first
     assert "28 of 28 answers" in capsys.readouterr().out
 
-    assert evaluate("--ratios", "0.05,0.1,0.2", count=3) == 0  # more of the same adds to it
+    # More of the same adds to it; both servers at a time.
+    assert evaluate("--ratios", "0.05,0.1,0.2", "--side-by-side", "--seconds", "600", count=3) == 0
     ratios = [body["sampling_params"].get("custom_params", {}).get("tail_replay_ratio") for body in replay.requests]
     assert (ratios.count(0.2), ratios.count(0.1), ratios.count(None)) == (6 * 2, 2 * 2, 6)
+
+
+def test_what_does_not_fit_into_the_time_is_left_for_the_next_run(evaluate, replay, tmp_path):
+    assert evaluate("--seconds", "1e-9") == 0 and not replay.requests
+    assert "No prompt has been answered" in (tmp_path / "out" / "report.md").read_text()
+    assert evaluate() == 0 and len(replay.requests) == 4 * 5
 
 
 def test_the_report_has_tables_numbers_and_a_plot(evaluate, tmp_path):
@@ -326,6 +333,25 @@ def test_servers_may_share_the_replays(model, tmp_path):
     assert (log, log_2) == ("replay", "replay-2")
     assert [job.prompt.index for job in first] == [0, 0, 2, 2] and [job.prompt.index for job in second] == [1, 1]
     assert len(asking._parts("zero", jobs)) == 1
+
+
+def test_a_server_that_does_not_start_is_a_problem_of_its_own(evaluate, model, tmp_path, monkeypatch):
+    """Of the run's end, with what it said; the others are asked."""
+    import server as serving
+
+    class Fake:
+        base_url = "http://127.0.0.1:9"
+
+    def refuses(started, seconds):
+        raise serving.ServerDied("server not ready\nout of memory")
+
+    monkeypatch.setattr(serving, "start", lambda *args, **kwargs: Fake())
+    monkeypatch.setattr(serving, "wait_ready", refuses)
+    monkeypatch.setattr(serving, "stop", lambda started: None)
+    given = ["--model-path", str(model), "--lengths", "200", "--tasks", "kv", "--count", "1", "--modes", "full"]
+    assert eval_quality.main([*given, "--out", str(tmp_path / "none")]) == 1
+    report = (tmp_path / "none" / "report.md").read_text()
+    assert "PROBLEM stopped after server-replay.log: server not ready" in report and "out of memory" in report
 
 
 def test_token_ids_need_a_config(tmp_path):

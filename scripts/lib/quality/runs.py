@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,19 +23,28 @@ PATIENCE = 8  # errors in a row: more would only take time
 
 @dataclass
 class Outcome:
+    """Of the jobs of one server."""
+
     errors: list[str] = field(default_factory=list)
     stopped: str | None = None  # why the run ended before its jobs did
 
 
+class NotStarted(RuntimeError):
+    """A server that this run needs; the message ends with its log's last lines."""
+
+
 @contextlib.contextmanager
 def server(model: str, flags: Sequence[str], env: Mapping[str, str], log: Path, seconds: float) -> Iterator[str]:
-    """A server of its own in a process group of its own; yields its address."""
+    """A server of its own in a process group of its own; yields its address. NotStarted if it does not get ready."""
     import server as serving
 
     print(f"starting {' '.join(flags)}; log in {log}", flush=True)
     started = serving.start(model, *flags, env=dict(env), log_path=log)
     try:
-        serving.wait_ready(started, seconds)
+        try:
+            serving.wait_ready(started, seconds)
+        except serving.ServerDied as error:
+            raise NotStarted(f"{log.name}: {error}") from error
         yield started.base_url
     finally:
         serving.stop(started)
@@ -49,10 +56,10 @@ def run(
     kept: AnswerFile,
     concurrency: int,
     progress: Progress,
-    until: float = math.inf,
+    expired: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """The jobs of one prompt one after the other, of many prompts at a time; none is begun after `until`
-    (time.monotonic). An answer that was not served from its boundary is asked for once more (a full cache may have
+    """The jobs of one prompt one after the other, of many prompts at a time; none is begun once the run
+    has `expired`. An answer that was not served from its boundary is asked for once more (a full cache may have
     dropped the prefix in between), and is an error then."""
     outcome, in_a_row, lock, over = Outcome(), [0], threading.Lock(), threading.Event()
     progress.resume()
@@ -70,7 +77,7 @@ def run(
     def of_prompt(same: list[Job]) -> None:
         cached = Cached(asker, same[0].prompt)
         for job in same:
-            if over.is_set() or time.monotonic() > until:
+            if over.is_set() or expired():
                 return
             told(job, _ask_twice(job, cached, kept))
 
