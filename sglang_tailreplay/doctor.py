@@ -1,8 +1,8 @@
 """sglang-tailreplay doctor --model-path M [any flag of `serve`]
 
 Says, without loading a model, whether a server with these flags would start, what memory goes where, and what a hit
-costs at least. Exit code 0: it would start; 1: it would not, and every problem found is named; 2: a
-wrong call of doctor itself.
+costs at least. Exit code 0: it would start; 1: it would not, and every problem found is named, with the command
+that would start if leaving out flags is enough; 2: a wrong call of doctor itself.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sglang_tailreplay import compat, diagnosis, forecast, launch_server
+from sglang_tailreplay import compat, diagnosis, forecast, launch_server, remedy
 from sglang_tailreplay.config import BACKEND, ENVIRONMENT
 from sglang_tailreplay.diagnosis import NOTE, PROBLEM, Device, Finding
 from sglang_tailreplay.errors import TailReplayError
@@ -32,6 +33,7 @@ class Report:
     model: str
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
+    remedy: str | None = None  # a command that was found to start, where this one does not
 
     def add(self, findings: Iterable[Finding]) -> None:
         self.findings += findings
@@ -95,6 +97,21 @@ def examine(options: argparse.Namespace, flags: list[str]) -> Report:
     return report
 
 
+def find_remedy(report: Report, options: argparse.Namespace, flags: list[str], settings: str | None) -> str | None:
+    """The command without the flags that problems name, if it would start. `settings`: ENVIRONMENT as it was given."""
+    kept = remedy.without_named(flags, [finding.text for finding in report.findings if finding.level == PROBLEM])
+    if kept == flags or compat.version_problem():
+        return None
+    os.environ.pop(ENVIRONMENT, None)
+    if settings is not None:
+        os.environ[ENVIRONMENT] = settings
+    try:
+        again = examine(options, kept)
+    except TailReplayError:
+        return None
+    return None if again.problems else shlex.join(["sglang-tailreplay", "serve", *kept])
+
+
 def look_ahead(report: Report, server_args: Any, found: Device, options: argparse.Namespace, flags: list[str]) -> None:
     """Memory and costs, which need a model that fits."""
     imagined = None
@@ -126,7 +143,10 @@ def text(report: Report) -> str:
     for title, rows in report.sections.items():
         width = max(len(what) for what, _ in rows)
         lines += ["", f"{title}:", *(f"  {what.ljust(width)}  {much}" for what, much in rows)]
-    return "\n".join([*lines, "", report.verdict])
+    lines += ["", report.verdict]
+    if report.remedy:
+        lines += ["", "Without the flags that they name it would:", f"  {report.remedy}"]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -134,7 +154,10 @@ def main(argv: Sequence[str]) -> int:
     # SGLang talks while it resolves its arguments; what matters of it is among the findings.
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
+    settings = os.environ.get(ENVIRONMENT)
     report = examine(options, flags)
+    if report.problems:
+        report.remedy = find_remedy(report, options, flags, settings)
     print(json.dumps({**asdict(report), "starts": not report.problems}) if options.json else text(report))
     sys.stdout.flush()
     return 1 if report.problems else 0

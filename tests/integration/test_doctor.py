@@ -233,8 +233,39 @@ def test_off_is_stock_sglang(sandbox):
 
 def test_the_text_ends_with_the_verdict(sandbox):
     code, text = sandbox(call, ["--model-path", SHAPE, *GPU, "--page-size", "4"], False)
-    assert code == 1 and text.splitlines()[-1] == "It would NOT start: 1 problem."
+    *_, verdict, _, introduction, command = text.splitlines()
+    assert code == 1 and verdict == "It would NOT start: 1 problem." and introduction.endswith("it would:")
+    assert command == f"  sglang-tailreplay serve --model-path {SHAPE} --mem-fraction-static 0.82"
     assert "no GPU to measure; give --tflops and --link-gbs" in text
+
+
+@pytest.mark.parametrize(
+    "bad, kept",
+    [
+        (["--tp", "2", "--page-size=16", "--tail-replay-ratio", "0.1"], [*GPU[2:4], "--tail-replay-ratio", "0.1"]),
+        (["--tail-replay-ratio", "2", "--tail-replay-min-tokens", "9"], [*GPU[2:4], "--tail-replay-min-tokens", "9"]),
+        (["--nosuch", "3", "--dtype", "bfloat16", "--enable-lora"], [*GPU[2:4], "--dtype", "bfloat16"]),
+        (["--max-mamba-cache-size", "2300"], []),  # or another --mem-fraction-static, it says
+    ],
+    ids=str,
+)
+def test_flags_that_stand_in_the_way_are_left_out(bad, kept, sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *GPU, *bad])
+    assert report["code"] == 1 and report["remedy"]
+    assert shlex.split(report["remedy"]) == ["sglang-tailreplay", "serve", "--model-path", SHAPE, *kept]
+
+
+@pytest.mark.parametrize("flags", [["--assume-gpu-gb", "8"], ["--assume-gpu-gb", "8", "--page-size", "16"]], ids=str)
+def test_what_no_flag_causes_has_no_such_remedy(flags, sandbox):
+    report = sandbox(call, ["--model-path", SHAPE, *flags])
+    assert problems(report) and report["remedy"] is None
+
+
+def test_settings_of_the_environment_are_not_forgotten_with_a_flag(sandbox):
+    """A start has them too, so a bad one stays a problem, and a good one is no reason against a remedy."""
+    flags = ["--model-path", SHAPE, *GPU, "--page-size", "16"]
+    assert sandbox(call, flags, SGLANG_TAILREPLAY='{"ratio": 2}')["remedy"] is None
+    assert sandbox(call, flags, SGLANG_TAILREPLAY='{"ratio": 0.2}')["remedy"]
 
 
 def documented() -> list[str]:
@@ -253,7 +284,7 @@ def test_a_documented_command(command, sandbox):
     code, text = sandbox(call, [*arguments, *assumed], False)
     refused = sum(word in ("--page-size", "--enable-lora") for word in arguments)
     assert code == (1 if refused else 0)
-    assert text.splitlines()[-1] == (f"It would NOT start: {refused} problems." if refused else "It would start.")
+    assert (f"It would NOT start: {refused} problems." if refused else "It would start.") in text.splitlines()
 
 
 def test_there_are_documented_commands():
@@ -311,9 +342,17 @@ def test_a_plan_accounts_for_every_byte():
 def test_the_command_knows_its_commands(capsys):
     assert cli.main([]) == 0 and cli.main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert all(f"  {command} " in told for command in ("serve", "doctor"))
-    assert cli.main(["bench"]) == 2
-    assert "known are serve, doctor and calibrate" in capsys.readouterr().err
+    assert all(f"  {command} " in told for command in ("serve", "doctor", "calibrate", *cli.IN_SCRIPTS))
+    assert cli.main(["bnech"]) == 2
+    assert "known are serve, doctor, calibrate, demo, bench, eval" in capsys.readouterr().err
+
+
+def test_what_lies_in_scripts_is_run_or_said_to_be_missing(monkeypatch, capfd, tmp_path):
+    assert all((cli.SCRIPTS / name).exists() for name in cli.IN_SCRIPTS.values())
+    (tmp_path / "demo.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    monkeypatch.setattr(cli, "SCRIPTS", tmp_path)
+    assert cli.main(["demo", "--mode", "zero"]) == 3 and "['--mode', 'zero']" in capfd.readouterr().out
+    assert cli.main(["bench"]) == 2 and "needs a checkout of the repository" in capfd.readouterr().err
 
 
 def test_a_start_with_several_problems_points_to_doctor(monkeypatch, capsys):
