@@ -111,9 +111,13 @@ def test_a_broken_replay_is_caught(tiny_model, serve_tiny, tmp_path, fault):
     flags = ("--tail-replay-no-self-check", "--tail-replay-verify-fraction", "1", "--enable-metrics")
     with serve_tiny(*flags, **env) as server:
         done = evaluate(tiny_model, tmp_path / "out", *given, url=server.base_url)
-        verified, agreeing, nats = server.verified()
+        for i in range(10):  # the harness leaves the server little time to verify: these are all verified
+            ids = [5 + (7 * i + j * j) % 90 for j in range(120)]
+            server.generate(ids[:100], 1)
+            server.generate(ids, 1, custom_params={"tail_replay_ratio": 1})
+            verified, agreeing, nats = server.verified()
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     # With r = 1 in float32 a replay that works has every first token right, and no divergence (test_anchors.py).
-    assert verified >= 6 and agreeing < verified and nats / verified > 0.01
+    assert verified >= 10 and agreeing < verified and nats / verified > 0.01
     problems = json.loads((tmp_path / "out" / "report.json").read_text())["problems"]
     assert problems and all("the replay of this server is broken" in problem for problem in problems)

@@ -80,7 +80,7 @@ def _cell(name: str, variants: Sequence[str], prompts: Sequence[Mapping[str, Ans
     task, _, length = rest.partition("@")
     scores = {variant: [by[variant].score for by in prompts] for variant in variants}
     shares = {
-        variant: sum(by[variant].replayed / by[variant].boundary for by in prompts) / len(prompts)
+        variant: sum(by[variant].replayed / max(1, by[variant].boundary) for by in prompts) / len(prompts)
         for variant in variants
         if variant not in COLD
     }
