@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROWS_MISSING, GENERATION = "rows_missing", "generation"
+ROWS_MISSING, GENERATION, RESIDUAL = "rows_missing", "generation", "residual"
 
 
 class Shrunk(NamedTuple):
@@ -15,7 +15,8 @@ class Shrunk(NamedTuple):
 
     matched: int  # the boundary that the tree had
     usable: int
-    reason: str  # ROWS_MISSING, or GENERATION: too many replays behind the tokens that follow
+    # ROWS_MISSING; GENERATION: too many replays behind the tokens that follow; RESIDUAL: too much of a state would lack
+    reason: str
 
 
 def usable_boundary(valid: np.ndarray, tail_length: Callable[[int], int]) -> int:

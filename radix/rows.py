@@ -11,6 +11,7 @@ the cached token they belong to, on whatever tier its KV is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -98,14 +99,15 @@ class RequestRows:
 
     Also carries its anchors by position, the `generation` of what it computes, and what the answer reports: `boundary`
     (matched tokens), `replayed`, whether the replay began at an anchor, `start_kind` (exact, seeded or zero), and
-    `answer_generation`, the highest generation behind any token of the answer: a retracted request may start over on
-    better ground than its first tokens had.
+    `answer_generation` and `residual`, the largest behind any token of the answer: a retracted request may start over
+    on better ground than its first tokens had. `number` is no other request's.
     """
 
     __slots__ = (
         *("start", "_ids", "_len", "generation", "answer_generation", "boundary", "replayed"),
-        *("anchored", "start_kind", "anchors", "last_anchor", "__weakref__"),
+        *("anchored", "start_kind", "anchors", "last_anchor", "residual", "number", "__weakref__"),
     )
+    _numbers = count()
 
     def __init__(self, start: int = 0):
         self._ids = no_rows(64)
@@ -115,6 +117,8 @@ class RequestRows:
         self.replayed = 0
         self.anchored = False
         self.start_kind = ""
+        self.residual: float | None = None
+        self.number = next(self._numbers)
         self.anchors: dict[int, Anchor] = {}
         self.last_anchor = 0  # position of the newest anchor at or before its end, whoever owns it; 0: none
         self.restart(start)

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
+from sglang_tailreplay.radix.boundary import GENERATION, RESIDUAL, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.component import TailReplayComponent
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class TailReplayCache(UnifiedRadixCache):
     may_reuse: Callable[[object], bool] = staticmethod(lambda req: True)
     limit_of: Callable[[object], int | None] = staticmethod(lambda req: None)
     max_generation: int | None = None
+    # node, tokens up to its end, boundary whose tail is whole, tail planner -> the longest boundary, at most that one,
+    # at which a replay leaves little enough out; None: no limit
+    within_bound: Callable[[UnifiedTreeNode, int, int, Callable[[int], int]], int] | None = None
     on_reset: Callable[[], None] = staticmethod(lambda: None)
     load_back_threshold = 0  # tokens; set by init_hicache
     forward_stream: object = None  # where forward passes run; set before init_hicache
@@ -59,34 +62,40 @@ class TailReplayCache(UnifiedRadixCache):
         result = super().match_prefix(params)
         device, host = len(result.device_indices), result.host_hit_length
         matched = device + host if self._loads(host) else device
-        usable = self._usable(params.req, result, matched)
-        params.req.tail_replay_shrunk = self._shrunk(result, matched, usable) if usable < matched else None
-        if usable == device + host:
+        shrunk = self._usable(params.req, result, matched)
+        params.req.tail_replay_shrunk = shrunk if shrunk.usable < matched else None
+        if shrunk.usable == device + host:
             return result
-        return super().match_prefix(dataclasses.replace(params, key=_limited(params.key, usable)))
+        return super().match_prefix(dataclasses.replace(params, key=_limited(params.key, shrunk.usable)))
 
-    def _usable(self, req, result: MatchResult, matched: int) -> int:
+    def _usable(self, req, result: MatchResult, matched: int) -> Shrunk:
         """The longest boundary <= matched that a replay can serve and that HiCache will provide."""
         tail_length = self.tail_length_of(req)
         device = len(result.device_indices)
-        if matched > device:
-            usable = self._whole(result.best_match_node, matched, tail_length)
-            if usable <= device or self._loads(usable - device):
-                return usable
-        return self._whole(result.last_device_node, device, tail_length)
+        if matched == device:
+            return self._whole(result.last_device_node, device, tail_length)
+        shrunk = self._whole(result.best_match_node, matched, tail_length)
+        if shrunk.usable <= device or self._loads(shrunk.usable - device):
+            return shrunk
+        on_device = self._whole(result.last_device_node, device, tail_length)
+        why = RESIDUAL if RESIDUAL in (shrunk.reason, on_device.reason) else ROWS_MISSING
+        return Shrunk(matched, on_device.usable, why)
 
-    def _shrunk(self, result: MatchResult, matched: int, usable: int) -> Shrunk:
-        node = result.best_match_node if matched > len(result.device_indices) else result.last_device_node
-        _, limit = self._within_limit(node, matched)
-        return Shrunk(matched, usable, GENERATION if usable == limit else ROWS_MISSING)
-
-    def _whole(self, node: int, m: int, tail_length: Callable[[int], int] | None) -> int:
-        """The longest boundary <= m within the limit of generations whose tail, if one is needed, is whole.
+    def _whole(self, node: int, m: int, tail_length: Callable[[int], int] | None) -> Shrunk:
+        """The longest boundary <= m within the limits of generations and residuals whose tail, if one is needed, is
+        whole; the reason is that of the last cut.
 
         The node with this id ends at token m.
         """
         last, limit = self._within_limit(node, m)
-        return limit if tail_length is None or limit == 0 else self.rows.usable_boundary(last, limit, tail_length)
+        if tail_length is None or limit == 0:
+            return Shrunk(m, limit, GENERATION)
+        usable = self.rows.usable_boundary(last, limit, tail_length)
+        if self.within_bound is not None and usable > 0:
+            within = self.within_bound(last, limit, usable, tail_length)
+            if within < usable:
+                return Shrunk(m, within, RESIDUAL)
+        return Shrunk(m, usable, GENERATION if usable == limit else ROWS_MISSING)
 
     def _within_limit(self, node: int, m: int) -> tuple[UnifiedTreeNode, int]:
         """The part of a prefix of m tokens that max_generation lets a hit take: its last node and its length."""
@@ -104,13 +113,13 @@ class TailReplayCache(UnifiedRadixCache):
             return indices, node
         req = params.req
         device, req.host_hit_length = len(req.prefix_indices), 0
-        usable = self._whole(node, device, self.tail_length_of(req))
-        if usable < device:
-            key = RadixKey(token_ids=req.full_untruncated_fill_ids, extra_key=req.extra_key, limit=usable)
+        shrunk = self._whole(node, device, self.tail_length_of(req))
+        if shrunk.usable < device:
+            key = RadixKey(token_ids=req.full_untruncated_fill_ids, extra_key=req.extra_key, limit=shrunk.usable)
             result = super().match_prefix(MatchPrefixParams(key=key))
             # The caller appends the indices returned here to those of the request.
             req.prefix_indices, node = result.device_indices, result.last_device_node
-            req.tail_replay_shrunk = Shrunk(device, usable, ROWS_MISSING)
+            req.tail_replay_shrunk = shrunk
         return indices, node
 
     def reset(self) -> None:

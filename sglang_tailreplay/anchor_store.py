@@ -19,7 +19,7 @@ from sglang_tailreplay.anchor_codec import Stored, decode, encode, stored
 from sglang_tailreplay.cuda_streams.lanes import Event, Lanes, keep
 from sglang_tailreplay.cuda_streams.pinned import PinningError, pinned_empty
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.scheduling import Take
+from sglang_tailreplay.step import Take
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30

@@ -67,6 +67,14 @@ def _check_fraction(key: str, value: Any) -> None:
         raise _refuse(key, value, "must be a number from 0 to 1")
 
 
+def _check_residual(value: Any, mode: Any) -> None:
+    key = "max_residual"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _refuse(key, value, "must be a number in (0, 1]")
+    if mode == "zero":
+        raise _refuse(key, value, "mode zero replays nothing; leave it out, or take mode replay")
+
+
 def _check_size(key: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
@@ -97,6 +105,7 @@ class TailReplayConfig:
     skip: bool = True  # leave out what the state does not need in a group's last layer (ablation when off)
     graphs: bool = True  # launch replays as captured CUDA graphs (off: kernel by kernel)
     self_check: bool = True  # at start, compare one replay with a prefill
+    max_residual: float | None = None  # a hit's replay may leave out this share of a head's missing state; 1: tell only
     max_generation: int | None = None  # reuse nothing that has more approximate replays behind it
     verify_fraction: float = 0.0  # share of hits that are computed again from nothing when the server is idle
 
@@ -120,6 +129,8 @@ class TailReplayConfig:
         yield _check_count, "anchor_interval", self.anchor_interval, 0
         if self.max_generation is not None:
             yield _check_count, "max_generation", self.max_generation, 0
+        if self.max_residual is not None:
+            yield _check_residual, self.max_residual, self.mode
         yield _check_fraction, "verify_fraction", self.verify_fraction
         yield _check_choice, "anchor_dtype", self.anchor_dtype, ANCHOR_DTYPES
         yield _check_size, "host_gb", self.host_gb
@@ -166,6 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("anchor_interval", type=int, help="save a state about every so many tokens (default 0: none)")
     add("anchor_dtype", choices=ANCHOR_DTYPES, help="how states are kept on the host (default fp32: as they are)")
     add("anchor_gb", type=float, help="GiB of host memory for states (default: one per interval, at most 1/8 of free)")
+    add("max_residual", type=float, help="largest share of a head's missing state that a hit may lack (default: any)")
     add("max_generation", type=int, help="reuse nothing with more approximate replays behind it (default: no limit)")
     add("verify_fraction", type=float, help="share of hits to check against a cold prefill when idle (default 0)")
     for flag, key, text in (

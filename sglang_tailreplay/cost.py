@@ -90,16 +90,14 @@ class Shape:
 
     def prefill_flops(self, matched: int, length: int) -> int:
         """Tokens [matched, length) of a prompt, the rest being cached. The output head is left out."""
-        layers = sum(len(group.layers) for group in self.groups)
-        per_token = layers * self.layer_flops() + self.attention_layers * self.attention_flops()
+        per_token = self.gdn_layers() * self.layer_flops() + self.attention_layers * self.attention_flops()
         pairs = (length * (length + 1) - matched * (matched + 1)) // 2  # a token attends to itself and what is before
         return (length - matched) * per_token + self.attention_layers * 4 * self.heads * self.head_dim * pairs
 
     def replay_flops(self, tail: int, skip: bool = True) -> int:
         """Replaying `tail` tokens. With `skip` a group's last layer computes its state only."""
-        layers = sum(len(group.layers) for group in self.groups)
         states_only = len(self.groups) if skip else 0
-        return tail * ((layers - states_only) * self.layer_flops() + states_only * self.state_flops())
+        return tail * ((self.gdn_layers() - states_only) * self.layer_flops() + states_only * self.state_flops())
 
     def row_numbers(self) -> int:
         """Of one token. Group 0 takes the token embedding and has no row."""
@@ -107,6 +105,13 @@ class Shape:
 
     def row_groups(self) -> int:
         return sum(group.row != EMBEDDING for group in self.groups)
+
+    def gdn_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    def gate_numbers(self) -> int:
+        """Of one token: a decay for each value head of each GDN layer."""
+        return self.gdn_layers() * self.value_heads
 
     def kv_numbers(self) -> int:
         """Of one token."""

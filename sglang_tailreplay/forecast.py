@@ -51,6 +51,7 @@ class Outlook(NamedTuple):
 def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: int) -> Outlook:
     """host_free: bytes of host memory. TailReplayError where weights, states or rows have no room."""
     from sglang_tailreplay.anchor_store import choose_anchors
+    from sglang_tailreplay.decay_store import decay_bytes
 
     settings = TailReplayConfig.from_environment()
     text, shape = text_config(server_args)
@@ -75,7 +76,8 @@ def make(server_args: Any, found: Device, imagined: Imagined | None, host_free: 
                 memory.append(("  of the rest: states of a pass", _pass_states(server_args, shape, number, imagined)))
             memory.append(("saved states on the host", f"{gib(count * each)}: {count:,} anchors of {gib(each)}"))
             findings += _uncovered(settings.anchor_interval, planned.kv_slots + host, count, each)
-        rows = _rows(settings, token.rows, planned.kv_slots + host, room)
+        beside = decay_bytes(shape.value_heads, shape.gdn_layers()) if settings.max_residual is not None else 0
+        rows = _rows(settings, token.rows + beside, planned.kv_slots + host, room)
         memory.append(("rows on the host", rows.text))
         findings += rows.findings
     return Outlook(settings, shape, findings, memory)
@@ -168,7 +170,8 @@ def _buffers(
     sizes = [
         size for phase in (graphs.decode, graphs.prefill) if phase.backend != "disabled" for size in phase.bs or ()
     ]
-    captured = max([*sizes, planned.state_slots]) * shape.row_numbers() * number.row if settings.mode == "replay" else 0
+    numbers = shape.row_numbers() + (shape.gate_numbers() if settings.max_residual is not None else 0)
+    captured = max([*sizes, planned.state_slots]) * numbers * number.row if settings.mode == "replay" else 0
     replayed = memory_plan.REPLAY_BUFFERS * MAX_LAUNCH_TOKENS * shape.hidden * number.row if settings.graphs else 0
     return f"{gib(captured + replayed)} that graphs write rows to and read them from; the log says what graphs took"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sglang_tailreplay import compat, guard, runtime, scheduling
+from sglang_tailreplay import step as steps
 from sglang_tailreplay.errors import TailReplayError
 
 _STEP = "tail_replay_step"  # attribute that carries a Step on a ScheduleBatch and on its ForwardBatch
@@ -131,7 +132,7 @@ def plan_decode(result: Any, batch: Any) -> None:
 
 
 def mix(result: Any, batch: Any, running_batch: Any) -> None:
-    setattr(batch, _STEP, scheduling.mix(getattr(batch, _STEP, None), getattr(running_batch, _STEP, None)))
+    setattr(batch, _STEP, steps.mix(getattr(batch, _STEP, None), getattr(running_batch, _STEP, None)))
 
 
 def carry(forward_batch: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -179,6 +180,7 @@ def attend_in_graph(
 
     In a pass that is to save states inside of it, it runs where they can be had."""
     state = runtime.current()
+    state.gates_made(layer, a)
     graphs = state.prefill_graphs
     if graphs is None or not compat.in_prefill_graph():
         state.states_wanted()

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
+from sglang_tailreplay.radix.boundary import GENERATION, RESIDUAL, ROWS_MISSING
 from sglang_tailreplay.replay_rule import EXACT, KINDS
 from sglang_tailreplay.scheduling import Admission
 from sglang_tailreplay.verification import Agreement
 
-SHRUNK = ({"reason": ROWS_MISSING}, {"reason": GENERATION})
+SHRUNK = ({"reason": ROWS_MISSING}, {"reason": GENERATION}, {"reason": RESIDUAL})
+RESIDUAL_BUCKETS = (0, 1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 1)
 KL_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
@@ -37,6 +38,8 @@ class Metrics:
         self._matched = make(Counter, "matched_tokens", "Prompt tokens served from the cache.")
         self._replayed = make(Counter, "replayed_tokens", "Tokens replayed to rebuild recurrent states.")
         self._shrunk = make(Counter, "shrunk_hits", "Hits whose boundary was made smaller, by reason.", "reason")
+        residual = "Largest share of any head's missing state that a hit's replay left out, with a bound set."
+        self._residual = make(Histogram, "residual", residual, buckets=RESIDUAL_BUCKETS)
         self._lost = make(Counter, "shrunk_tokens", "Cached tokens that such hits could not use.")
         stages = "Time of a replay: fetch (rows of one group), replay (a batch), wait (what the prefill waited for it)."
         self._seconds = make(Histogram, "seconds", stages, "stage", buckets=SECONDS_BUCKETS)
@@ -55,7 +58,7 @@ class Metrics:
         # Known from the start, so that what has not happened reads 0.
         shrunk = [(self._shrunk, labels) for labels in SHRUNK]
         plain = (self._matched, self._replayed, self._lost, self._verified, self._agreeing, self._unverified, self._kl)
-        plain += (self._evicted,)
+        plain += (self._evicted, self._residual)
         for metric, labels in (*((metric, {}) for metric in plain), *shrunk):
             metric.labels(**self._labels, **labels)
         for kind in KINDS:
@@ -65,6 +68,8 @@ class Metrics:
         self._requests.labels(**self._labels, kind=_kind(admission)).inc()
         if admission.matched:
             self._hits.labels(**self._labels, start=admission.start).inc()
+        if admission.residual is not None:
+            self._residual.labels(**self._labels).observe(admission.residual)
         self._matched.labels(**self._labels).inc(admission.matched)
         self._replayed.labels(**self._labels).inc(admission.replayed)
         if admission.shrunk_from is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_tailreplay.cuda_streams.lanes import Event, Lanes
     from sglang_tailreplay.cuda_streams.mover import Fetched, RowMover
     from sglang_tailreplay.metrics import Stopwatch
-    from sglang_tailreplay.scheduling import Hit
+    from sglang_tailreplay.step import Hit
 
 
 class Replayer:

@@ -29,6 +29,7 @@ class RowShape(NamedTuple):
     hidden_size: int  # d
     dtype: torch.dtype
     codec: RowCodec | None = None  # how they are stored; None: as they are
+    beside: int = 0  # bytes of a token in a store of its own that has as many rows
 
     @property
     def stored(self) -> tuple[int, torch.dtype]:
@@ -38,7 +39,7 @@ class RowShape(NamedTuple):
     @property
     def bytes(self) -> int:
         width, dtype = self.stored
-        return self.groups * width * dtype.itemsize
+        return self.groups * width * dtype.itemsize + self.beside
 
 
 def choose_capacity(row_bytes: int, kv_slots: int, free_bytes: int, host_gb: float | None) -> int:

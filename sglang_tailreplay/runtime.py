@@ -25,7 +25,9 @@ from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
 from sglang_tailreplay.cuda_streams.row_codec import make_codec
+from sglang_tailreplay.decay_store import DecayStore, decay_bytes
 from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.gate_capture import GateCapture
 from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
 from sglang_tailreplay.pass_anchors import PassAnchors
@@ -34,8 +36,10 @@ from sglang_tailreplay.radix.rows import RowPool
 from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine
 from sglang_tailreplay.replayer import Replayer, slots_of
+from sglang_tailreplay.residual import ResidualBound
 from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
-from sglang_tailreplay.scheduling import Admission, Hit, Planner, Sample, Step
+from sglang_tailreplay.scheduling import REACH, Admission, Planner
+from sglang_tailreplay.step import Hit, Sample, Step
 from sglang_tailreplay.verification import Verifier
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ class Runtime:
         self.server_args = server_args
         self.planner = Planner(config, self._on_admission)
         self.capture: Capture | None = None
+        self.decays: DecayStore | None = None
+        self.gate_capture: GateCapture | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self._model_runner: Any = None
         self._model: adapters.HybridModel | None = None
@@ -109,13 +115,32 @@ class Runtime:
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
             self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
+        if self.config.max_residual is not None:
+            self._make_bound(capacity, device)
 
     def _row_shape(self, model: adapters.HybridModel, dtype: torch.dtype) -> RowShape:
         try:
             codec = make_codec(self.config.row_dtype, model.hidden_size, dtype)
         except ValueError as error:
             raise TailReplayError(f"--tail-replay-row-dtype: {error}; leave it out") from None
-        return RowShape(model.row_groups, model.hidden_size, dtype, codec)
+        beside = decay_bytes(*self._heads()) if self.config.max_residual is not None else 0
+        return RowShape(model.row_groups, model.hidden_size, dtype, codec, beside)
+
+    def _heads(self) -> tuple[int, int]:
+        """Value heads of a GDN layer, and the number of these layers."""
+        layers, _, heads, *_ = self._model_runner.req_to_token_pool.mamba_pool.mamba_cache.temporal.shape
+        return heads, layers
+
+    def _make_bound(self, capacity: int, device: torch.device) -> None:
+        config, (heads, layers) = self.config, self._heads()
+        self.decays = store = DecayStore(capacity, layers, heads, self._lanes, device)
+        ids = [layer for group in self._model.groups for layer in group.layers]
+        self.gate_capture = GateCapture(ids, store.write_out, store.decays.owners, compat.in_graph_capture)
+        if device.type == "cuda":
+            tokens = compat.largest_graph(self._model_runner)
+            self.gate_capture.allocate_graph_buffer(tokens, heads, self._model_runner.dtype, device)
+        reach = REACH * config.anchor_interval
+        self.planner.bound = ResidualBound(store.decays, config.max_residual, config.max_tokens, reach)
 
     def _make_anchors(self, count: int, device: torch.device) -> None:
         pool = self._model_runner.req_to_token_pool
@@ -233,6 +258,9 @@ class Runtime:
         self.planner.pass_begins()
         if self.capture is not None:
             self.capture.begin(step.rows if step is not None else None)
+        if self.gate_capture is not None:
+            self.decays.look()
+            self.gate_capture.begin(step)
         if self.anchors is not None:
             self.anchors.pass_begins()
         if step is not None and step.keeps:
@@ -241,9 +269,16 @@ class Runtime:
     def sink_for(self, layer: int) -> Sink | None:
         return self.capture.sink_for(layer) if self.capture is not None else None
 
+    def gates_made(self, layer: Any, a: torch.Tensor) -> None:
+        """A GDN layer has its inputs; a [T', HV] goes into its decay."""
+        if self.gate_capture is not None:
+            self.gate_capture.receive(layer, a)
+
     def forward_abandoned(self) -> None:
         if self.capture is not None:
             self.capture.abandon()
+        if self.gate_capture is not None:
+            self.gate_capture.abandon()
         if self.pass_anchors is not None:
             self.pass_anchors.abandon()
         self.states_wanted()  # the slots may get other owners, behind the replay that still writes them
@@ -256,6 +291,8 @@ class Runtime:
     def forward_ended(self, ran_graph: bool, step: Step | None) -> None:
         if self.capture is not None:
             self.capture.end(ran_graph)
+        if self.gate_capture is not None:
+            self.gate_capture.end(ran_graph)
         if self.pass_anchors is not None:
             self.pass_anchors.end()
         if step is not None and step.takes:
@@ -317,6 +354,9 @@ class Runtime:
 
     def on_idle(self) -> None:
         """Called over and over while the server is idle."""
+        if self.gate_capture is not None:
+            self.gate_capture.flush()
+            self.decays.look()
         self._check_rows()
         if self._verifier is not None:
             self._verifier.on_idle(self._passes)
@@ -334,6 +374,8 @@ class Runtime:
             self._idle_version, self._idle_since = cache.rows.pool.version, now
         elif now - self._idle_since >= IDLE_SECONDS:
             cache.check_invariants()
+            if self.decays is not None:
+                self.decays.decays.check_invariants()
             self._checked_version = cache.rows.pool.version
             if self._metrics is not None:
                 self._report_stores()

@@ -25,10 +25,11 @@ from sglang_tailreplay.radix.boundary import ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.replay.tail import tail_length
-from sglang_tailreplay.replay_rule import EXACT, ZERO, begin
+from sglang_tailreplay.replay_rule import EXACT, ZERO, Begin, begin
+from sglang_tailreplay.residual import Prefix, ResidualBound
+from sglang_tailreplay.step import Hit, Sample, Step, Take, Tokens
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
@@ -40,17 +41,6 @@ RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_p
 REACH = 2  # intervals that a replay from an anchor may span, if a tail from zero would be shorter
 END_SHARE = 4  # at a request's end, where its next turn begins, an anchor may lie so many times nearer than an interval
 _CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hit:
-    """One request whose states are to be rebuilt at its boundary."""
-
-    rid: str
-    slot: torch.Tensor  # [] device integer: the request's state slot, zeroed before the replay
-    rows: np.ndarray  # [k] int64: the rows of the tail; k may be 0 with an anchor
-    token_ids: np.ndarray  # [k] int64: the tokens of the tail, for the group that starts from the embedding
-    anchor: int | None = None  # where in the anchor store the state before the tail is; None: zero
 
 
 class Saved(Protocol):
@@ -66,13 +56,6 @@ class Saved(Protocol):
         """Save the state in a slot before the next pass runs; nobody changes it until then."""
 
 
-class Take(NamedTuple):
-    """A state to be saved when the pass has run."""
-
-    slot: torch.Tensor  # [] device integer
-    anchor: int  # where in the anchor store
-
-
 class Start(NamedTuple):
     """Where a replay begins."""
 
@@ -80,24 +63,7 @@ class Start(NamedTuple):
     anchor: int | None
     generation: int  # of what is computed on top
     kind: str  # of replay_rule
-
-
-class Sample(NamedTuple):
-    """A hit whose next-token logits are to be kept."""
-
-    index: int  # of its request in the batch
-    tokens: array  # of int64, all that come before
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward pass has to store and to rebuild."""
-
-    rows: np.ndarray  # [T] int64: where the hidden states of the pass's tokens go, NO_ROW for none
-    hits: tuple[Hit, ...] = ()
-    takes: tuple[Take, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    keeps: tuple[Keep, ...] = ()
+    residual: float | None = None  # None where nobody asks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +75,8 @@ class Admission:
     shrunk_from: int | None  # the boundary that the tree had, if it was made smaller
     anchored: bool = False  # the replay began at an anchor
     start: str = ZERO  # how it began (replay_rule); says nothing of a miss
-    shrunk_by: str = ROWS_MISSING  # or GENERATION, if it was
+    shrunk_by: str = ROWS_MISSING  # or another reason of radix.boundary, if it was
+    residual: float | None = None  # of a hit; None where nobody asks
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -177,6 +144,7 @@ class Planner:
         self._begun: frozenset[int] = frozenset()  # anchors of the last prefill's hits: it may not be launched yet
         self._running = True  # whether the pass that was planned last was launched
         self.saved: Saved | None = None  # None: every anchor is there as soon as it has a place
+        self.bound: ResidualBound | None = None  # None: whatever a replay leaves out, nobody asks
         self.cache: TailReplayCache | None = None
 
     def attach(self, cache: TailReplayCache) -> None:
@@ -185,6 +153,7 @@ class Planner:
         cache.tail_length_of = self.tail_length_of
         cache.limit_of = reuse_limit.of
         cache.max_generation = self.config.max_generation
+        cache.within_bound = self.within_bound if self.bound is not None else None
         cache.rows.before_finish = self.before_finish
         cache.rows.anchors.reach = REACH * self.config.anchor_interval
 
@@ -212,7 +181,7 @@ class Planner:
         ids = np.concatenate(rows) if rows else no_rows(0)
         keeps = self._keeps(reqs, len(ids))
         takes = self._takes((req, len(req.prefix_indices) + req.extend_range.length) for req in reqs)
-        return Step(ids, tuple(hits), takes, _samples(reqs), keeps)
+        return Step(ids, tuple(hits), takes, _samples(reqs), keeps, self._tokens(reqs))
 
     def pass_begins(self) -> None:
         """The pass that was planned last is launched."""
@@ -230,12 +199,15 @@ class Planner:
         start = self._start(node, m, k)
         k, rows.generation, rows.anchored = len(start.rows), start.generation, start.anchor is not None
         rows.start_kind = start.kind
+        if start.residual is not None:
+            rows.residual = max(start.residual, rows.residual or 0.0)
         rows.answer_generation = max(rows.answer_generation, rows.generation)
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
         shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
         why = (shrunk.reason,) if shrunk else ()
-        self.on_admission(Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, start.kind, *why))
+        told = Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, start.kind, *why)
+        self.on_admission(dataclasses.replace(told, residual=start.residual))
         req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None
@@ -248,25 +220,44 @@ class Planner:
 
         What the request computes inherits the error of what it builds on; an exact replay adds none of its own.
         """
-        if k == 0 or not self.config.anchor_interval:
+        if k == 0 or not (self.config.anchor_interval or self.bound):
             tail = self._longest_tail(node, m, k)
             kind = EXACT if 0 < m == len(tail.rows) else ZERO
             return Start(tail.rows, None, tail.generation + (m > 0 and kind == ZERO), kind)
-        anchors = {
+        anchors, prefix = self._anchors(node, m), Prefix(self.cache.rows, node, m, m)
+        chosen = self._begin(prefix, k, anchors)
+        # A tail on top of an older state must not reach back to it.
+        longest = chosen.kind == ZERO
+        tail = self._longest_tail(node, m, chosen.tail) if longest else self.cache.rows.tail(node, chosen.tail)
+        kind = EXACT if longest and len(tail.rows) == m else chosen.kind
+        residual = self.bound.residual(prefix, kind, len(tail.rows)) if self.bound else None
+        if chosen.anchor is None:
+            return Start(tail.rows, None, tail.generation + (kind != EXACT), kind, residual)
+        anchor = anchors[chosen.anchor]
+        generation = max(tail.generation, anchor.generation) + (kind != EXACT)
+        return Start(tail.rows, anchor.id, generation, kind, residual)
+
+    def _begin(self, prefix: Prefix, k: int, anchors: Iterable[int]) -> Begin:
+        if self.bound is None:
+            return begin(prefix.m, k, max(k, REACH * self.config.anchor_interval), anchors, prefix.whole)
+        chosen = self.bound.begin(prefix, k, anchors)
+        # The match ended where there was one. Since then sums may have arrived; nothing was taken away.
+        assert chosen is not None, f"a hit on {prefix.m} tokens cannot be within a residual of {self.bound.largest}"
+        return chosen
+
+    def _anchors(self, node: UnifiedTreeNode, m: int) -> dict[int, Anchor]:
+        """Those on the path to the node, which ends at token m, that are there; by position, the newest first."""
+        if not self.config.anchor_interval:
+            return {}
+        return {
             position: anchor
             for position, anchor in self.cache.rows.anchors.before(node, m)
             if self.saved is None or self.saved.whole(anchor.id)
         }
-        reach = max(k, REACH * self.config.anchor_interval)
-        chosen = begin(m, k, reach, anchors, lambda n: not (self.cache.rows.tail(node, n).rows == NO_ROW).any())
-        # A tail on top of an older state must not reach back to it.
-        longest = chosen.kind == ZERO
-        tail = self._longest_tail(node, m, k) if longest else self.cache.rows.tail(node, chosen.tail)
-        kind = EXACT if longest and len(tail.rows) == m else chosen.kind
-        if chosen.anchor is None:
-            return Start(tail.rows, None, tail.generation + (kind != EXACT), kind)
-        anchor = anchors[chosen.anchor]
-        return Start(tail.rows, anchor.id, max(tail.generation, anchor.generation) + (kind != EXACT), kind)
+
+    def within_bound(self, node: UnifiedTreeNode, end: int, m: int, tail_length: Callable[[int], int]) -> int:
+        """See ResidualBound.boundary."""
+        return self.bound.boundary(self.cache.rows, node, end, m, tail_length, self._anchors(node, end))
 
     def _last_anchor(self, node: UnifiedTreeNode, m: int) -> int:
         if not self.config.anchor_interval:
@@ -333,20 +324,37 @@ class Planner:
         component = self.cache.rows
         plain = [has_plain_tokens(req) for req in reqs]
         ids = no_rows(len(reqs))  # for what follows an image: nobody is ever served from it
-        ids[plain] = component.alloc(sum(plain))
+        ids[plain] = self._alloc(sum(plain))
         for req, row in zip(reqs, ids.tolist(), strict=True):
             rows = component.track(req)
             self._continue_at(rows, req.kv_committed_len - 1)
             rows.append_one(row)
-        return Step(ids, takes=self._takes((req, req.kv_committed_len) for req in reqs))
+        takes = self._takes((req, req.kv_committed_len) for req in reqs)
+        return Step(ids, takes=takes, tokens=self._tokens(reqs, decode=True))
 
     def _rows_for(self, req: Req, begin: int, n: int) -> np.ndarray:
         """Rows for the tokens [begin, begin + n) of req."""
         rows = self.cache.rows.track(req)
         self._continue_at(rows, begin)
-        ids = self.cache.rows.alloc(n) if has_plain_tokens(req) else no_rows(n)
+        ids = self._alloc(n) if has_plain_tokens(req) else no_rows(n)
         rows.append(ids)
         return ids
+
+    def _alloc(self, n: int) -> np.ndarray:
+        ids = self.cache.rows.alloc(n)
+        if self.bound is not None:
+            self.bound.decays.given_out(ids)
+        return ids
+
+    def _tokens(self, reqs: Sequence[Req], decode: bool = False) -> Tokens | None:
+        """Whose the tokens of a planned pass are, the last ones of the requests' rows."""
+        if self.bound is None:
+            return None
+        rows = [self.cache.rows.track(req) for req in reqs]
+        lengths = [1 if decode else req.extend_range.length for req in reqs]
+        owners = np.repeat(np.array([r.number for r in rows], dtype=np.int64), lengths)
+        spans = [np.arange(r.end - n, r.end) for r, n in zip(rows, lengths, strict=True)]
+        return Tokens(owners, np.concatenate(spans) if spans else np.empty(0, dtype=np.int64), decode)
 
     def _continue_at(self, rows: RequestRows, position: int) -> None:
         if rows.end != position:
@@ -366,15 +374,7 @@ def _samples(reqs: Sequence[Req]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def mix(prefill: Step | None, decode: Step | None) -> Step | None:
-    """The step of a prefill batch that takes the running requests along, their tokens behind its own."""
-    if prefill is None or decode is None:
-        return prefill
-    rows, takes = np.concatenate((prefill.rows, decode.rows)), prefill.takes + decode.takes
-    return Step(rows, prefill.hits, takes, prefill.samples, prefill.keeps)
-
-
-def report(req: Req) -> dict[str, int | str]:
+def report(req: Req) -> dict[str, int | float | str]:
     """What an answer's meta_info tells, beside SGLang's own `cached_tokens`."""
     rows = getattr(req, "tail_replay", None)
     if rows is None or rows.boundary == rows.answer_generation == 0:
@@ -385,4 +385,5 @@ def report(req: Req) -> dict[str, int | str]:
         "tail_replay_generation": rows.answer_generation,
         **({"tail_replay_start": rows.start_kind} if rows.boundary else {}),
         **({"tail_replay_anchored": 1} if rows.anchored else {}),
+        **({"tail_replay_residual": rows.residual} if rows.residual is not None else {}),
     }

@@ -21,7 +21,7 @@ from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.pass_anchors import Keep
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor
 from sglang_tailreplay.replay.segments import CHUNK
-from sglang_tailreplay.scheduling import Hit, Take
+from sglang_tailreplay.step import Hit, Take
 
 if TYPE_CHECKING:
     from sglang_tailreplay.runtime import Runtime

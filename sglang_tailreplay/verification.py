@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_tailreplay.scheduling import Sample
+from sglang_tailreplay.step import Sample
 
 logger = logging.getLogger(__name__)
 

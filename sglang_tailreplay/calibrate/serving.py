@@ -22,10 +22,10 @@ HOST = "127.0.0.1"
 
 
 def settings_for(config: TailReplayConfig, anchor_interval: int) -> TailReplayConfig:
-    """Tails of any length, asked for by each request; what else the operator set stays."""
-    measured = {"mode": "replay", "ratio": 1.0, "min_tokens": CONV_WIDTH, "max_tokens": None}
+    """Tails of any length, asked for by each request and never grown; what else the operator set stays."""
+    tails = {"mode": "replay", "ratio": 1.0, "min_tokens": CONV_WIDTH, "max_tokens": None, "max_residual": None}
     anchor_gb = config.anchor_gb if anchor_interval else None
-    return dataclasses.replace(config, **measured, anchor_interval=anchor_interval, anchor_gb=anchor_gb)
+    return dataclasses.replace(config, **tails, anchor_interval=anchor_interval, anchor_gb=anchor_gb)
 
 
 @contextlib.contextmanager

@@ -107,5 +107,6 @@ def test_every_setting_that_changes_answers_is_measured_or_kept():
     sizes = {"host_gb", "anchor_gb"}
     speed = {"overlap", "skip", "graphs"}
     # Measured hits have one approximate replay behind them at most, whatever max_generation is.
-    others = {"mode", "self_check", "verify_fraction", "max_generation"}
+    # None of them has a tail that a bound made longer.
+    others = {"mode", "self_check", "verify_fraction", "max_generation", "max_residual"}
     assert set(TailReplayConfig.__slots__) - set(calibration.RECOMMENDED) == sizes | speed | others

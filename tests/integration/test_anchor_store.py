@@ -15,7 +15,7 @@ from sglang_tailreplay.anchor_store import GIB, AnchorStore, anchor_bytes, choos
 from sglang_tailreplay.cuda_streams.recording import RaceError, RecordingLanes
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.replayer import Replayer
-from sglang_tailreplay.scheduling import Hit, Take
+from sglang_tailreplay.step import Hit, Take
 
 LAYERS, SLOTS, PLACES = 3, 6, 4
 

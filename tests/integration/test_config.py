@@ -28,6 +28,7 @@ BAD = {
     "skip": [0, 1, "true", None],
     "graphs": [0, 1, "true", None],
     "self_check": [0, 1, "false", None],
+    "max_residual": [0, -0.1, 1.1, "0.1", True, float("nan")],
     "max_generation": [-1, 1.5, "1", False],
     "verify_fraction": [-0.1, 1.1, "0.1", None, True, float("nan")],
 }
@@ -77,6 +78,8 @@ def test_the_flag_in_the_message_exists(key, capsys):
         {"min_tokens": 4, "max_tokens": 4},
         {"max_tokens": None},
         {"host_gb": 0.001},
+        {"max_residual": 1},
+        {"max_residual": 1e-9, "anchor_interval": 64},
         {"host_gb": 8},
         {"mode": "zero", "overlap": False, "skip": False, "self_check": False},
     ],
@@ -93,6 +96,7 @@ def test_nothing_given_means_the_defaults(environ):
     assert TailReplayConfig.from_environment(environ) == TailReplayConfig()
     assert TailReplayConfig() == TailReplayConfig(
         *("replay", 0.05, 64, None, None, "auto", 0, "fp32", None, True, True, True, True),
+        max_residual=None,
         max_generation=None,
         verify_fraction=0,
     )
@@ -117,6 +121,12 @@ def test_a_bad_environment_is_named(text, said, read):
     assert ENVIRONMENT in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_bound_needs_replays():
+    with pytest.raises(TailReplayError, match="max_residual=0.1: mode zero replays nothing; leave it out"):
+        TailReplayConfig(mode="zero", max_residual=0.1)
+    assert TailReplayConfig(mode="off", max_residual=0.1).max_residual == 0.1
+
+
 def test_a_config_cannot_change():
     with pytest.raises(AttributeError):
         TailReplayConfig().ratio = 0.5
@@ -133,7 +143,7 @@ def translate(*argv: str, **values) -> tuple[list[str], TailReplayConfig]:
 
 def test_every_flag_reaches_its_key():
     rest, config = translate(
-        *("--model-path", "m", "--tail-replay-mode", "zero", "--tail-replay-ratio=0.5"),
+        *("--model-path", "m", "--tail-replay-mode", "replay", "--tail-replay-ratio=0.5"),
         *("--tail-replay-min-tokens", "8", "--tail-replay-max-tokens", "99", "--tail-replay-host-gb", "1.5"),
         *("--tail-replay-row-dtype", "int8"),
         *("--tail-replay-anchor-interval", "512", "--tail-replay-anchor-gb", "2.5"),
@@ -141,9 +151,11 @@ def test_every_flag_reaches_its_key():
         *("--tail-replay-no-overlap", "--tail-replay-no-skip", "--tail-replay-no-graphs"),
         *("--tail-replay-no-self-check", "--port", "1"),
         *("--tail-replay-max-generation", "3", "--tail-replay-verify-fraction", "0.25"),
+        *("--tail-replay-max-residual", "0.01"),
     )
     assert config == TailReplayConfig(
-        *("zero", 0.5, 8, 99, 1.5, "int8", 512, "int8", 2.5, False, False, False, False),
+        *("replay", 0.5, 8, 99, 1.5, "int8", 512, "int8", 2.5, False, False, False, False),
+        max_residual=0.01,
         max_generation=3,
         verify_fraction=0.25,
     )

@@ -94,10 +94,12 @@ def test_saved_states_take_their_part_of_the_host(sandbox):
     inside = memory["  of the rest: states of a pass"]
     assert inside == "0.75 GiB while a prefill pass of 16,384 tokens saves states inside of it"
     int8 = ["--tail-replay-anchor-dtype", "int8"]
-    short = ["--chunked-prefill-size", "4100", *int8]  # 65 chunks
-    small = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags, *short])["sections"]["memory"]))
+    # 65 chunks, and a bound
+    more = ["--chunked-prefill-size", "4100", *int8, "--tail-replay-max-residual", "0.1"]
+    small = dict(map(tuple, sandbox(call, ["--model-path", SHAPE, *GPU, *flags, *more])["sections"]["memory"]))
     assert small["  of the rest: states of a pass"].startswith("0.19 GiB while a prefill pass of 4,100 tokens")
     assert small["saved states on the host"].endswith("anchors of 13.50 MiB")
+    assert "tokens of 37,376 bytes" in small["rows on the host"]  # 35,840 and the decay of 24 x 32 heads
 
 
 def test_fewer_states_than_intervals_is_a_note_that_says_what_would_do(sandbox):

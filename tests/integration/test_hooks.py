@@ -14,7 +14,8 @@ from sglang_tailreplay import compat, guard, hooks, runtime
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.hooks import ENTRY, SERVING, Hook
 from sglang_tailreplay.radix.rows import RequestRows
-from sglang_tailreplay.scheduling import RATIO_PARAM, Step
+from sglang_tailreplay.scheduling import RATIO_PARAM
+from sglang_tailreplay.step import Step
 
 TABLE = ENTRY + SERVING
 
@@ -449,14 +450,14 @@ def test_outside_of_our_graphs_a_layer_waits_for_its_states(state, monkeypatch, 
     state.prefill_graphs = graphs
     monkeypatch.setattr(compat, "in_prefill_graph", lambda: in_graph)
     assert attend("layer") == ("eager", "layer", "batch", "qkv", "a", "b")
-    assert state.calls == [("states_wanted",)]
+    assert state.calls == [("gates_made", "layer", "a"), ("states_wanted",)]
 
 
 def test_in_a_graph_a_layer_is_captured_and_waits_at_its_gate_instead(state, monkeypatch):
     state.prefill_graphs = FakeGraphs()
     monkeypatch.setattr(compat, "in_prefill_graph", lambda: True)
     assert attend("layer") == "captured"
-    assert state.prefill_graphs.calls == [("layer", "qkv", "a", "b")] and state.calls == []
+    assert state.prefill_graphs.calls == [("layer", "qkv", "a", "b")] and state.calls == [("gates_made", "layer", "a")]
 
 
 @pytest.mark.parametrize("graphs, sglang, expected", [(None, True, True), (FakeGraphs(), False, False)])
@@ -482,7 +483,7 @@ def test_a_pass_that_saves_states_inside_of_it_runs_where_they_can_be_had(state,
     assert hooks.prefill_graph_fits(lambda runner, batch: True, None, "batch") is False
     monkeypatch.setattr(compat, "in_prefill_graph", lambda: False)
     assert attend("layer") == ("saved", "layer", "qkv", "a", "b")
-    assert state.calls == [("states_wanted",)]
+    assert state.calls == [("gates_made", "layer", "a"), ("states_wanted",)]
     state.pass_anchors.active = False
     assert attend("layer")[0] == "eager"
 

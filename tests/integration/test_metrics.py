@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_tailreplay.metrics import SECONDS_BUCKETS, Metrics, Stopwatch
-from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
+from sglang_tailreplay.radix.boundary import GENERATION, RESIDUAL, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
 from sglang_tailreplay.verification import Agreement
 
@@ -55,6 +55,9 @@ def test_names_types_and_labels(registry):
         ("counter", "sglang:tail_replay_replayed_tokens_total"): {"model_name"},
         ("counter", "sglang:tail_replay_shrunk_hits_total"): {"model_name", "reason"},
         ("counter", "sglang:tail_replay_shrunk_tokens_total"): {"model_name"},
+        ("histogram", "sglang:tail_replay_residual_bucket"): {"model_name", "le"},
+        ("histogram", "sglang:tail_replay_residual_count"): {"model_name"},
+        ("histogram", "sglang:tail_replay_residual_sum"): {"model_name"},
         ("histogram", "sglang:tail_replay_seconds_bucket"): {"model_name", "stage", "le"},
         ("histogram", "sglang:tail_replay_seconds_count"): {"model_name", "stage"},
         ("histogram", "sglang:tail_replay_seconds_sum"): {"model_name", "stage"},
@@ -81,6 +84,7 @@ def test_names_types_and_labels(registry):
         (Admission(40, 10, 64), "replayed", 24),
         (Admission(0, 0, 64), "cold", 64),
         (Admission(40, 10, 64, shrunk_by=GENERATION), "replayed", 24),
+        (Admission(40, 10, 64, shrunk_by=RESIDUAL), "replayed", 24),
     ],
 )
 def test_an_admission_counts(admission, kind, shrunk, registry):
@@ -92,10 +96,19 @@ def test_an_admission_counts(admission, kind, shrunk, registry):
     assert found[key("requests_total", kind=kind)] == 2
     assert found[key("matched_tokens_total")] == 2 * admission.matched
     assert found[key("replayed_tokens_total")] == 2 * admission.replayed
-    for reason in (ROWS_MISSING, GENERATION):
+    for reason in (ROWS_MISSING, GENERATION, RESIDUAL):
         counted = shrunk and reason == admission.shrunk_by
         assert found.get(key("shrunk_hits_total", reason=reason)) == (2 if counted else 0)
     assert found.get(key("shrunk_tokens_total")) == 2 * (shrunk or 0)
+
+
+def test_residuals_count_where_they_are_told(registry):
+    metrics = Metrics("m")
+    for residual in (None, 0.0, 0.02):
+        metrics.admitted(Admission(40, 10, None, residual=residual))
+    found = samples(registry)
+    assert (found[key("residual_count")], found[key("residual_sum")]) == (2, 0.02)
+    assert [found[key("residual_bucket", le=le)] for le in ("0.0", "0.01", "0.03")] == [1, 1, 2]
 
 
 def test_verified_hits_count(registry):

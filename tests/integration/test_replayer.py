@@ -17,7 +17,7 @@ from sglang_tailreplay.replay.graphs import GraphedEngine
 from sglang_tailreplay.replay.groups import EMBEDDING, FULL_ATTENTION, LINEAR_ATTENTION, find_groups
 from sglang_tailreplay.replay.tail import pack
 from sglang_tailreplay.replayer import Replayer
-from sglang_tailreplay.scheduling import Hit
+from sglang_tailreplay.step import Hit
 
 F, L = FULL_ATTENTION, LINEAR_ATTENTION
 STARTS_WITH_GDN = (L, F, L, L, F, L, F, L, L)  # the first group starts from the embedding

@@ -16,17 +16,14 @@ from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, n
 from sglang_tailreplay.scheduling import (
     RATIO_PARAM,
     Admission,
-    Hit,
     Planner,
-    Sample,
-    Step,
     check_request,
     has_plain_tokens,
     mark_internal,
-    mix,
     ratio_of,
     report,
 )
+from sglang_tailreplay.step import Hit, Sample, Step, mix
 
 PREFIX = 100  # tokens in the tree; token i has row 1000 + i
 

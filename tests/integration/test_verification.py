@@ -10,7 +10,7 @@ import torch
 
 from sglang_tailreplay import compat
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.scheduling import Sample
+from sglang_tailreplay.step import Sample
 from sglang_tailreplay.verification import (
     IDLE_SECONDS,
     KEPT,

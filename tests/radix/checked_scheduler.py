@@ -35,7 +35,8 @@ from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.replay_rule import EXACT, SEEDED, ZERO
-from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, Step, Take, mix, report
+from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, report
+from sglang_tailreplay.step import Step, Take, mix
 
 KV_SLOTS = 96
 MOST_REQUESTS = 4  # running at the same time; request slots and state slots

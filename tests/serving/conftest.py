@@ -75,6 +75,7 @@ def exact(serve_tiny):
 
 @pytest.fixture(scope="session")
 def few_rows(serve_tiny):
-    """r = 1 with a store of about 800 rows beside 4096 KV slots."""
-    with serve_tiny("--tail-replay-ratio", "1.0", "--tail-replay-host-gb", "0.0004", "--enable-metrics") as server:
+    """r = 1 with a store of about 800 rows beside 4096 KV slots. Requests with a ratio of their own are bounded."""
+    flags = ("--tail-replay-host-gb", "0.00044", "--tail-replay-max-residual", "0.8", "--enable-metrics")
+    with serve_tiny("--tail-replay-ratio", "1.0", *flags) as server:
         yield server

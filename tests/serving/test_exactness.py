@@ -119,7 +119,11 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "env"),
     [
-        pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), RETRACT, id="eviction-mixed-retraction"),
+        pytest.param(
+            ("--enable-mixed-chunk", "--tail-replay-no-skip", "--tail-replay-max-residual", "0.5"),
+            RETRACT,
+            id="eviction-mixed-retraction",
+        ),
         pytest.param((), {}, id="eviction", marks=SLOW),
         pytest.param(("--enable-mixed-chunk", "--tail-replay-no-skip"), {}, id="mixed-chunk", marks=SLOW),
         pytest.param((), RETRACT, id="retraction", marks=SLOW),

@@ -119,6 +119,34 @@ def test_a_hit_without_rows_shrinks_and_heals(few_rows, cold, prompt):
     assert healed.tokens == cold.generate(again, 8).tokens
 
 
+def test_a_tail_grows_until_it_leaves_little_enough_out(few_rows, cold, prompt):
+    """Of what lies 64 tokens back this model keeps 0.9 and more; the bound is 0.8."""
+    few_rows.flush()
+    ids = prompt(600)
+    text = ids + few_rows.generate(ids, 60).tokens
+    time.sleep(0.5)  # what the last decode steps kept arrives
+    own = {"custom_params": {"tail_replay_ratio": 0.05}}
+    residuals = []
+    for boundary in (600, 400, 650):
+        answer = few_rows.generate(text[:boundary] + prompt(9), 4, **own)
+        residuals.append(answer.meta["cached_tokens_details"]["tail_replay_residual"])
+        assert answer.cached_tokens >= boundary and answer.generation == 1
+        assert 64 < answer.replayed < boundary and 0.5 < residuals[-1] <= 0.8
+    # With what was generated in the tail, too, it grows to where a pass of the prefill cut a run.
+    assert (answer.cached_tokens - answer.replayed) % 64 == 0
+    told = {s.name: s.value for s in few_rows.metric_samples() if "residual" in s.name and "le" not in s.labels}
+    assert told["sglang:tail_replay_residual_sum"] >= sum(residuals)
+    short = ids[:100] + prompt(5)
+    answer = few_rows.generate(short, 8, **own)
+    assert (answer.cached_tokens, answer.replayed, answer.generation) == (
+        100,
+        100,
+        0,
+    )  # no tail is enough but all of it
+    assert answer.meta["cached_tokens_details"]["tail_replay_residual"] == 0
+    assert answer.tokens == cold.generate(short, 8).tokens
+
+
 def test_openai_chat_reports_cached_tokens(exact):
     body = {
         "model": "tiny",
@@ -163,15 +191,18 @@ if __name__ == "__main__":
 
 
 def test_engine_takes_its_settings_from_the_environment(tiny_model, tmp_path):
+    """Of these a hit on 200 tokens would leave out more than half of a state; it ends where all of it is replayed."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    env = {**os.environ, "SGLANG_TAILREPLAY": json.dumps({"ratio": 0.5})}
+    settings = {"max_tokens": 120, "max_residual": 0.5}
+    env = {**os.environ, "SGLANG_TAILREPLAY": json.dumps(settings)}
     command = [sys.executable, script, tiny_model]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert answers, done.stdout + done.stderr
     details = json.loads(answers[0].removeprefix("ANSWER "))
-    assert (details["tail_replay_matched"], details["tail_replay_replayed"]) == (200, 100)
+    assert (details["tail_replay_matched"], details["tail_replay_replayed"]) == (120, 120)
+    assert (details["tail_replay_start"], details["tail_replay_residual"]) == ("exact", 0)
 
 
 def test_an_unsupported_setting_is_one_line_at_start(tiny_model, tmp_path):
