@@ -1,5 +1,6 @@
 """Rows and tails of a batch, on a cache that holds one prefix."""
 
+import math
 from array import array
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.pass_anchors import Keep
 from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
+from sglang_tailreplay.radix.decays import Decays
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
+from sglang_tailreplay.residual import ResidualBound
 from sglang_tailreplay.scheduling import (
     RATIO_PARAM,
     Admission,
@@ -552,3 +555,93 @@ def test_a_request_of_our_own_takes_no_rows_and_is_not_counted():
     step = p.plan_extend([req])
     assert step.rows.tolist() == [NO_ROW] * 5 and step.hits == step.takes == step.samples == ()
     assert p.admissions == [] and not hasattr(req, "tail_replay") and p.cache.rows.pool.used_rows == 0
+
+
+# ---- a bound on the residual ----
+
+
+def bounded(largest: float, kept: float = 1.0, **settings) -> Planner:
+    """Over every 10 tokens of the prefix in the tree a head keeps `kept`."""
+    sums = np.zeros((1200, 1), dtype=np.float16)
+    ids = np.arange(1000, 1000 + PREFIX)
+    sums[ids, 0] = math.log(kept) / 10 * (np.arange(PREFIX) % 10 + 1)
+    decays = Decays(sums)
+    decays.given_out(ids)
+    decays.arrived(decays.written(ids, np.arange(PREFIX) % 10, decays.owners(ids)))
+    made = planner(max_residual=largest, **settings)
+    made.bound = ResidualBound(decays, largest, made.config.max_tokens, 0)
+    made.attach(made.cache)
+    return made
+
+
+def test_a_tail_grows_to_be_within_the_bound_and_the_answer_tells():
+    p, req = bounded(0.2, kept=0.5), request(80, 5)
+    (hit,) = p.plan_extend([req]).hits
+    assert len(hit.rows) == 30 and hit.rows[-1] == 1079
+    (admission,) = p.admissions
+    assert admission.replayed == 30 and admission.residual == pytest.approx(0.125, rel=0.01)
+    assert report(req)["tail_replay_residual"] == admission.residual
+    assert "tail_replay_residual" not in report(hit_of(planner()))
+
+
+def hit_of(p: Planner):
+    req = request(80, 5)
+    p.plan_extend([req])
+    return req
+
+
+def test_a_tail_that_is_longer_for_free_is_told_of_as_it_is():
+    p = bounded(1.0, kept=0.5)
+    p.rounded = lambda k: 40
+    (hit,) = p.plan_extend([request(80, 5)]).hits
+    assert len(hit.rows) == 40 and p.admissions[0].residual == pytest.approx(0.5**4, rel=0.01)
+
+
+def test_a_match_ends_where_the_bound_is_kept():
+    p = bounded(0.2, kept=0.5, max_tokens=30)
+    tail = p.tail_length_of(request(80, 1))
+    assert p.cache.within_bound(80, 80, 80, tail) == 80
+    slow = bounded(0.1, kept=0.5, max_tokens=30)
+    assert slow.cache.within_bound(80, 80, 80, tail) == 30  # all that may be replayed
+    assert planner().cache.within_bound is None
+
+
+def test_the_worst_replay_behind_an_answer_is_told():
+    p, req = bounded(1.0, kept=0.5), request(80, 5)
+    p.plan_extend([req])
+    worst = report(req)["tail_replay_residual"]
+    req.prefix_indices, req.last_node, req.mamba_needs_clear = range(4), 4, True  # retracted, and what is left is short
+    p.cache.rows.release(req.tail_replay)
+    p.plan_extend([req])
+    assert p.admissions[-1].residual == 0 and report(req)["tail_replay_residual"] == worst > 0
+
+
+def test_passes_are_told_whose_their_tokens_are():
+    p = bounded(1.0)
+    first, second = request(0, 3), request(40, 2)
+    prefill = p.plan_extend([first, second]).tokens
+    one, two = first.tail_replay.number, second.tail_replay.number
+    assert one != two and not prefill.decode
+    assert prefill.owners.tolist() == [one] * 3 + [two] * 2
+    assert prefill.positions.tolist() == [0, 1, 2, 40, 41]
+    for req in (first, second):
+        req.kv_committed_len += 1
+    step = p.plan_decode([second, first])
+    assert step.tokens.owners.tolist() == [two, one] and step.tokens.decode
+    assert step.tokens.positions.tolist() == [42, 3]
+    mixed = mix(p.plan_extend([request(0, 1)]), step).tokens
+    assert mixed.owners.tolist()[1:] == [two, one] and mixed.positions.tolist() == [0, 42, 3] and not mixed.decode
+    assert planner().plan_extend([request(0, 3)]).tokens is None
+
+
+def test_rows_that_are_given_out_tell_nothing_yet():
+    p = bounded(1.0)
+    decays = p.bound.decays
+    decays.arrived(decays.written(np.arange(9), np.zeros(9, dtype=np.int64), decays.owners(np.arange(9))))
+    assert decays.known(1)
+    req = request(0, 3)
+    p.plan_extend([req])
+    assert not decays.known(1) and decays.known(4)
+    req.kv_committed_len = 4
+    p.plan_decode([req])
+    assert not decays.known(3) and decays.known(4)

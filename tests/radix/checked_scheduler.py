@@ -29,13 +29,16 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_tailreplay import compat
 from sglang_tailreplay.config import TailReplayConfig
-from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING
+from sglang_tailreplay.decay_store import cut
+from sglang_tailreplay.radix.boundary import GENERATION, RESIDUAL, ROWS_MISSING
 from sglang_tailreplay.radix.component import TailReplayComponent
+from sglang_tailreplay.radix.decays import LEAST, Decays
 from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.replay_rule import EXACT, SEEDED, ZERO
-from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Planner, report
+from sglang_tailreplay.residual import ResidualBound
+from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Admission, Planner, report
 from sglang_tailreplay.step import Step, Take, mix
 
 KV_SLOTS = 96
@@ -69,6 +72,35 @@ class Entry:
     has_row: bool
     generation: int  # replays behind its KV or row; the tree may say more, because it counts per node
     on_device: bool = True  # whether its KV is; otherwise it is on the host
+
+
+class _Decays:
+    """Sums of log-gates, which arrive when the next pass is launched."""
+
+    def __init__(self, rows: int):
+        self.sums = np.full((rows, 2), np.nan, dtype=np.float16)
+        self.decays = Decays(self.sums)
+        self._sent: list[int] = []
+
+    @staticmethod
+    def of(path: list[int]) -> np.ndarray:
+        """[n, 2]: log-gates of the tokens that these prefixes end with; their sums have no rounding."""
+        numbers = np.array(path, dtype=np.int64)
+        return -np.stack([numbers * 7 % 5, numbers * 3 % 7], axis=1) / 8
+
+    def passes(self, step: Step, path: list[int]) -> None:
+        """A pass has run; prefixes [T] end with its tokens."""
+        owners, (members, steps) = self.decays.owners(step.rows), cut(step.tokens)
+        g, T = self.of(path), len(path)
+        for run in members:
+            run = run[run < T]
+            here = step.rows[run] != NO_ROW
+            self.sums[step.rows[run][here]] = g[run].cumsum(0)[here]
+        self._sent.append(self.decays.written(step.rows, steps, owners))
+
+    def look(self) -> None:
+        while self._sent:
+            self.decays.arrived(self._sent.pop(0))
 
 
 class _Saved:
@@ -117,6 +149,11 @@ class CheckedScheduler:
         self.cache = _cache(self.request_pool, self.allocator, rows, anchors)
         self.admissions = []
         self.planner = Planner(config, self.admissions.append)
+        self.decays = _Decays(rows) if config.max_residual is not None else None
+        if self.decays is not None:
+            reach = REACH * config.anchor_interval
+            bound = ResidualBound(self.decays.decays, config.max_residual, config.max_tokens, reach)
+            self.planner.bound = bound
         self.planner.attach(self.cache)
         # what is in memory: slot or row -> number of the prefix
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
@@ -277,8 +314,16 @@ class CheckedScheduler:
         matched, usable = self._boundary(req, ids)
         req.init_next_round_input(self.cache)
         cached = len(req.prefix_indices) + req.host_hit_length
-        assert cached == usable, f"cached {cached} tokens, not {usable} of {matched}"
-        by = GENERATION if usable == self._within_limit(self.prefixes.path(ids[:matched])) else ROWS_MISSING
+        bounded = self.decays is not None and cached < usable  # what is served is looked at when it is
+        assert cached == usable or bounded, f"cached {cached} tokens, not {usable} of {matched}"
+        usable = cached
+        by = (
+            RESIDUAL
+            if bounded
+            else GENERATION
+            if usable == self._within_limit(self.prefixes.path(ids[:matched]))
+            else ROWS_MISSING
+        )
         shrunk = (matched, usable, by) if usable < matched else None
         assert req.tail_replay_shrunk == (shrunk if self._reusable(req) else None)
         self.check()
@@ -390,8 +435,12 @@ class CheckedScheduler:
             hit = hits.pop(req.rid, None)
             assert (hit is not None) == (k > 0)
             path = self.path(req, m)
+            if hit is not None and self.decays is not None:
+                k = self._check_residual(admission, k, path)
             if hit is not None and admission.start == EXACT:
                 reach = max(k, REACH * self.planner.config.anchor_interval)
+                if self.decays is not None:
+                    reach = max(reach, self.planner.config.max_tokens or m)
                 k = admission.replayed
                 assert k <= reach, "replayed too much"
                 assert hit.anchor is not None or k == m, "neither all of the prefix nor from an anchor"
@@ -411,6 +460,17 @@ class CheckedScheduler:
                 assert not set(hit.rows.tolist()) & set(step.rows.tolist()), "a row of a tail was given away"
         assert not hits
 
+    def _check_residual(self, admission: Admission, k: int, path: list[int]) -> int:
+        """A hit leaves no more out than it says, nor than it may. The tail that it may have instead of the usual k."""
+        most = self.planner.config.max_residual
+        if admission.start == EXACT:
+            assert admission.residual == 0
+            return k
+        left_out = np.exp(self.decays.of(path)[len(path) - admission.replayed :].sum(0).max())
+        assert left_out <= admission.residual * (1 + LEAST) and admission.residual <= most * (1 + LEAST)
+        assert admission.replayed >= k
+        return admission.replayed
+
     def _start_account(self, req: Req, m: int, exact: bool) -> None:
         account = self.accounts[req.rid]
         behind = max((self.truth[prefix].generation for prefix in self.path(req, m)), default=0)
@@ -424,6 +484,9 @@ class CheckedScheduler:
     def _forward(self, step: Step, prefills: list[Req], decodes: list[Req]) -> None:
         """Write the KV and the row of every token; attention reads the KV before it."""
         self.planner.pass_begins()
+        if self.decays is not None:
+            self.decays.look()
+            self.decays.decays.check_invariants()
         pieces = [(req, len(req.prefix_indices), req.kv_committed_len) for req in prefills]
         pieces += [(req, req.kv_committed_len - 1, req.kv_committed_len) for req in decodes]
         rows = iter(step.rows.tolist())
@@ -442,6 +505,8 @@ class CheckedScheduler:
                 else:
                     plain_without_row |= self._reusable(req)
         assert next(rows, None) is None
+        if self.decays is not None and (step.rows != NO_ROW).any():
+            self.decays.passes(step, [prefix for req, begin, end in pieces for prefix in self.path(req, end)[begin:]])
         self._save(step, pieces)
         if plain_without_row:
             spare = [prefix for prefix, entry in self.truth.items() if entry.has_row and prefix not in self.locked]

@@ -66,9 +66,11 @@ class ServerMachine(RuleBasedStateMachine):
         interval=st.sampled_from([0, 0, 6, 10, 24]),
         anchors=st.sampled_from([1, 3, 20]),
         most=st.sampled_from([None, None, 0, 1]),
+        residual=st.sampled_from([None, None, None, 0.3, 0.02]),
     )
-    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, interval, anchors, most):
+    def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, interval, anchors, most, residual):
         tails = dict(ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens)
+        tails["max_residual"] = residual if mode == "replay" else None
         config = TailReplayConfig(mode=mode, anchor_interval=interval, max_generation=most, **tails)
         rows, anchors = (capacity, anchors if interval else 0) if mode == "replay" else (0, 0)
         self.server = CheckedScheduler(config, rows, overlap, anchors)
