@@ -17,7 +17,7 @@ The gates are those of the passes that computed the tokens. All on the host, bef
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,16 +59,37 @@ class Prefix:
 class ResidualBound:
     """One per scheduler."""
 
-    def __init__(self, decays: Decays, largest: float, most: int | None, reach: int):
+    def __init__(
+        self, decays: Decays, largest: float, most: int | None, reach: int, look: Callable[[], None] = lambda: None
+    ):
         """largest: the residual that a hit may have, in (0, 1]. `most`: tokens of the longest tail, None: all.
-        `reach`: tokens that a replay from an anchor may have, 0 without anchors."""
+        `reach`: tokens that a replay from an anchor may have, 0 without anchors. `look`: note which sums are there."""
         self.decays = decays
         self.largest = largest
-        self._limit, self._most, self._reach = math.log(largest), most, reach
+        self._limit, self._most, self._reach, self._look = math.log(largest), most, reach, look
+        self._decided: dict[tuple[int, int, int], Begin] = {}
 
-    def begin(self, prefix: Prefix, k: int, anchors: Iterable[int]) -> Begin | None:
+    def pass_begins(self) -> None:
+        """Matches that led to the pass have been planned."""
+        self._decided.clear()
+
+    def begin(self, prefix: Prefix, k: int, anchors: Collection[int]) -> Begin | None:
         """Where the replay of a hit on the prefix begins whose usual tail is k, whole; anchors c <= m, newest first.
-        None if no replay is within the bound."""
+        None if no replay is within the bound.
+
+        What was said of a match is said again when the match is planned, whatever sums have arrived in between: runs
+        are read otherwise then, and rounded otherwise.
+        """
+        key = (prefix.m, k, int(prefix.ids(1)[0]))
+        said = self._decided.get(key)
+        if said is not None and prefix.whole(said.tail) and (said.anchor is None or said.anchor in anchors):
+            return said
+        found = self._begin(prefix, k, anchors)
+        if found is not None:
+            self._decided[key] = found
+        return found
+
+    def _begin(self, prefix: Prefix, k: int, anchors: Collection[int]) -> Begin | None:
         m = prefix.m
         most = min(m, max(k, self._most or m))
 
@@ -85,13 +106,14 @@ class ResidualBound:
         end: int,
         m: int,
         tail_length: TailLength,
-        anchors: Iterable[int],
+        anchors: Collection[int],
     ) -> int:
         """The longest boundary tried, at most m, at which a hit is within the bound; 0 if none is.
 
         The node ends at token `end`, and the tail of m is whole. Tried are m, the ends of the last 16 runs of up to 64
         tokens before it, and boundaries just within reach of an anchor, or of the beginning.
         """
+        self._look()
         anchors = [c for c in anchors if c <= m]
         prefix = Prefix(rows, node, end, m)
         if self.begin(prefix, tail_length(m), anchors) is not None:
@@ -106,7 +128,7 @@ class ResidualBound:
         return 0
 
     def residual(self, prefix: Prefix, kind: str, tail: int) -> float:
-        """Of a replay of that kind and tail."""
+        """Of a replay of that kind, whose tail is at least as long as `begin` said."""
         if kind == EXACT:
             return 0.0
-        return math.exp(self.decays.log_kept(prefix.ids(min(prefix.m, tail + 1)), tail))
+        return min(self.largest, math.exp(self.decays.log_kept(prefix.ids(min(prefix.m, tail + 1)), tail)))

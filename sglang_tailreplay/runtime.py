@@ -140,7 +140,7 @@ class Runtime:
             tokens = compat.largest_graph(self._model_runner)
             self.gate_capture.allocate_graph_buffer(tokens, heads, self._model_runner.dtype, device)
         reach = REACH * config.anchor_interval
-        self.planner.bound = ResidualBound(store.decays, config.max_residual, config.max_tokens, reach)
+        self.planner.bound = ResidualBound(store.decays, config.max_residual, config.max_tokens, reach, store.look)
 
     def _make_anchors(self, count: int, device: torch.device) -> None:
         pool = self._model_runner.req_to_token_pool

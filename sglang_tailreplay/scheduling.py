@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -186,6 +186,8 @@ class Planner:
     def pass_begins(self) -> None:
         """The pass that was planned last is launched."""
         self._running = True
+        if self.bound is not None:
+            self.bound.pass_begins()
 
     def _admit(self, req: Req) -> Hit | None:
         """The hit of a request with a fresh state slot; None for chunk continuations and misses."""
@@ -237,11 +239,11 @@ class Planner:
         generation = max(tail.generation, anchor.generation) + (kind != EXACT)
         return Start(tail.rows, anchor.id, generation, kind, residual)
 
-    def _begin(self, prefix: Prefix, k: int, anchors: Iterable[int]) -> Begin:
+    def _begin(self, prefix: Prefix, k: int, anchors: Collection[int]) -> Begin:
         if self.bound is None:
             return begin(prefix.m, k, max(k, REACH * self.config.anchor_interval), anchors, prefix.whole)
         chosen = self.bound.begin(prefix, k, anchors)
-        # The match ended where there was one. Since then sums may have arrived; nothing was taken away.
+        # The match ended where there was one, and its rows and anchors are still there.
         assert chosen is not None, f"a hit on {prefix.m} tokens cannot be within a residual of {self.bound.largest}"
         return chosen
 

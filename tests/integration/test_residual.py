@@ -65,7 +65,8 @@ def test_a_tail_grows_until_little_enough_is_left_out(largest, most, tail):
     path = Path(HALF_LIFE_100)
     limited = bound(path, largest, most)
     assert limited.begin(Prefix(path, 1000, 1000, 1000), 64, []) == Begin(ZERO, tail, None)
-    assert limited.begin(Prefix(path, 1000, 1000, 1000), 64, [3]) == Begin(SEEDED, tail, 3)
+    seeded = bound(path, largest, most).begin(Prefix(path, 1000, 1000, 1000), 64, [3])
+    assert seeded == Begin(SEEDED, tail, 3)
     assert limited.boundary(path, 1000, 1000, 1000, usual, []) == 1000
     assert limited.residual(Prefix(path, 1000, 1000, 1000), ZERO, tail) == pytest.approx(
         path.kept(1000, tail), rel=0.02
@@ -102,6 +103,25 @@ def test_a_hit_that_cannot_be_served_at_all_is_refused():
     assert bound(path, 0.9, most=100).boundary(path, 1000, 1000, 1000, usual, []) == 0
     assert bound(path, 0.9).boundary(path, 1000, 1000, 1000, usual, []) == 0
     assert bound(path, 0.9).boundary(path, 1000, 1000, 1000, usual, [30]) == 1000
+
+
+def test_a_hit_is_planned_as_its_match_was_decided():
+    """Sums that arrive in between are not to make it impossible."""
+    path = Path(HALF_LIFE_100)
+    limited = bound(path, 0.6, most=200)
+    match = Prefix(path, 1000, 1000, 1000)
+    decided = limited.begin(match, 64, [800])
+    assert decided == Begin(SEEDED, 104, 800)
+    path.decays._sums[:] = 0
+    assert limited.begin(Prefix(path, 1000, 1000, 1000), 64, [800]) == decided
+    assert limited.residual(match, SEEDED, 104) == 0.6, "it was decided that no more is left out"
+    assert limited.begin(match, 64, []) is None, "the state that it begins at is gone"
+    path.rows[950] = NO_ROW
+    assert limited.begin(Prefix(path, 1000, 1000, 1000), 20, [800]) is None
+    assert limited.begin(Prefix(path, 1000, 1000, 1000), 64, [800]) is None, "a row is gone"
+    path.rows[950] = 950
+    limited.pass_begins()
+    assert limited.begin(match, 64, [800]) == Begin(EXACT, 200, 800), "decided anew"
 
 
 @settings(max_examples=200)

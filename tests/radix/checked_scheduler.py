@@ -75,7 +75,7 @@ class Entry:
 
 
 class _Decays:
-    """Sums of log-gates, which arrive when the next pass is launched."""
+    """Sums of log-gates. Those of the last pass are on their way until the next one is launched."""
 
     def __init__(self, rows: int):
         self.sums = np.full((rows, 2), np.nan, dtype=np.float16)
@@ -99,8 +99,14 @@ class _Decays:
         self._sent.append(self.decays.written(step.rows, steps, owners))
 
     def look(self) -> None:
-        while self._sent:
+        while len(self._sent) > 1:
             self.decays.arrived(self._sent.pop(0))
+
+    def pass_begins(self) -> None:
+        if self._sent:
+            self.decays.arrived(self._sent[-1])
+            self._sent.clear()
+        self.decays.check_invariants()
 
 
 class _Saved:
@@ -152,8 +158,9 @@ class CheckedScheduler:
         self.decays = _Decays(rows) if config.max_residual is not None else None
         if self.decays is not None:
             reach = REACH * config.anchor_interval
-            bound = ResidualBound(self.decays.decays, config.max_residual, config.max_tokens, reach)
-            self.planner.bound = bound
+            self.planner.bound = ResidualBound(
+                self.decays.decays, config.max_residual, config.max_tokens, reach, self.decays.look
+            )
         self.planner.attach(self.cache)
         # what is in memory: slot or row -> number of the prefix
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
@@ -485,8 +492,7 @@ class CheckedScheduler:
         """Write the KV and the row of every token; attention reads the KV before it."""
         self.planner.pass_begins()
         if self.decays is not None:
-            self.decays.look()
-            self.decays.decays.check_invariants()
+            self.decays.pass_begins()
         pieces = [(req, len(req.prefix_indices), req.kv_committed_len) for req in prefills]
         pieces += [(req, req.kv_committed_len - 1, req.kv_committed_len) for req in decodes]
         rows = iter(step.rows.tolist())
