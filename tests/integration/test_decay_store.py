@@ -139,3 +139,22 @@ def test_a_token_without_a_row_is_summed_up_but_not_written():
 def test_bytes_of_a_token():
     assert decay_bytes(32, 24) == 1536 and decay_bytes(48, 48) == 4608  # the 4B and the 27B shape
     assert decay_bytes(3, 2) == 16  # whole vectors of the copy kernel
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_sums_and_its_host_reads_them_in_time():
+    device = torch.device("cuda")
+    store = DecayStore(5000, LAYERS, HEADS, Lanes.create(device), device)
+    modules = layers()
+    for module in modules:
+        module.A_log, module.dt_bias = module.A_log.to(device), module.dt_bias.to(device)
+    tokens, a = prefill((0, 0, 3000), (1, 7, 65)), gate_inputs(3065)
+    ids = np.random.default_rng(0).permutation(5000)[:3065]
+    store.decays.given_out(ids)
+    store.write_out(a.to(device), ids, tokens, store.decays.owners(ids), modules)
+    torch.cuda.synchronize()
+    store.look()
+    for part in (slice(0, 3000), slice(3000, 3065)):
+        expected = log_gates(a[part], layers()).sum(0).max()
+        assert store.decays.log_kept(ids[part], part.stop - part.start) == pytest.approx(expected, rel=2 * ROUNDING)
+    store.decays.check_invariants()
