@@ -15,13 +15,18 @@ from soak.judge import Outcome
 from soak.plan import Kind, Request, malformed
 
 TOP = 5  # tokens whose log-probabilities are compared
+# Seconds that a connection may rest before it is used again. SGLang closes those that rest for 5; a request on its way
+# at that moment would get no answer.
+REST = 2.0
 
 
 class Client:
     """One server. `deadline` is in seconds and for one request: nothing a soak sends may take as long."""
 
     def __init__(self, url: str, deadline: float, connections: int):
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        limits = httpx.Limits(
+            max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=REST
+        )
         self._http = httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(deadline), limits=limits, trust_env=False)
         self.deadline = deadline
 

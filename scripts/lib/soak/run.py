@@ -73,8 +73,11 @@ class Soak:
         await self.flush_idle()
         begin = time.monotonic()
         while time.monotonic() - begin < self.settings.seconds and not self.over:
+            told = len(self.failures)
             await self.round(self.planner.next_round(self.settings.checked_share))
             self.progress(self._line(time.monotonic() - begin))
+            for failure in self.failures[told:]:  # now: whoever ends the soak early must know of them, too
+                self.progress(f"  {failure.what}: {failure.text}")
         await self.compare_with_cold()
         await self.at_rest()
         if self.rounds >= ENOUGH_ROUNDS and not self.tally.compared_hits:
