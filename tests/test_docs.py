@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 # Beginnings of commands that other tests run, or that only a machine with a model or a GPU can.
 ELSEWHERE = {
     "scripts/setup": "every test runs in what it made",
+    "scripts/cost_model": "tests/scripts/test_cost_tables.py",
     "scripts/demo": "its servers are those of tests/serving",
     ".venv/bin/python -m sglang_tailreplay.launch_server": "tests/serving/test_readme.py",
     "python -m sglang_tailreplay.tiny_model": "tests/test_tiny_model.py",

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import hit_model
-import ttft_model
 from arguments import CHECKOUT, SCRIPTS, model_config
 from hit_model import SUFFIX, HitModel
 from tables import markdown
@@ -24,6 +23,8 @@ SHAPES = ("qwen3.5-4b", "olmo-hybrid-7b", "qwen3.6-27b", "qwen3.5-35b-a3b")
 MEASURED = ("qwen3.5-4b", "qwen3.6-27b")  # by both scripts, gpu_check and bench_ttft
 INTERVALS = (1024, 4096)
 BUDGETS = {"qwen3.5-4b": 20, "qwen3.6-27b": 32}  # GiB for states
+SIMULATIONS = ("synthetic", "conversation", "synthetic-27b")  # docs/results/simulation-memory-*.json
+SWEPT = (1024, 2048, 4096, 8192)
 LENGTHS = (8192, 32768)
 RATIO = 0.05
 
@@ -39,7 +40,7 @@ def document(name: str) -> dict[str, Any]:
 def model_of(name: str) -> HitModel:
     shape, number = shape_of(name), NumberBytes()
     kv, state = memory_plan.token_bytes(shape, number).kv, memory_plan.state_slot_bytes(shape, number)
-    return hit_model.fit(ttft_model.fit(document(name)), document(f"{name}-ttft"), kv, state)
+    return hit_model.fit(document(name), document(f"{name}-ttft"), kv, state)
 
 
 def anchor(shape: Shape, dtype: str) -> int:
@@ -89,22 +90,13 @@ def checks(name: str) -> Iterator[tuple[str, int, int, float, float]]:
     for row in hit_model.hits(bench, "host"):
         m, k = row["length"], row["replayed"][0]
         yield "hit, KV from the host", m, k, row["ms"]["p50"], model.ours(m, m + SUFFIX, k, m)
-    if name == "qwen3.6-27b":
-        yield from _earlier(model, document(name), "hit, an earlier run", anchored=False)
-    else:
-        yield from _earlier(model, document(f"{name}-anchors"), "hit from a saved state", anchored=True)
-    for row in hit_model.stock_hits(bench):
-        m = row["cached"][0]
-        if row["kind"] == "diverge":
-            yield "stock's checkpoint", m, 0, row["ms"]["p50"], model.stock(m, row["length"] + SUFFIX)
-
-
-def _earlier(model: HitModel, found: Mapping[str, Any], what: str, anchored: bool) -> Iterator[tuple]:
-    rows = found["engines"]["tail_replay"]["sections"]["ttft"]["result"]
-    for row in rows:
-        if row["kind"] == "again":
-            m, k = row["matched"], row["replayed"][0]
-            yield what, m, k, row["ms"]["p50"], model.ours(m, row["prompt_tokens"], k, anchored=anchored)
+    for source, what in (("device", "hit from a saved state"), ("host", "the same, KV from the host")):
+        for row in hit_model.hits(bench, source, "anchored"):
+            m, k = row["length"], row["replayed"][0]
+            yield what, m, k, row["ms"]["p50"], model.ours(m, m + SUFFIX, k, m if source == "host" else 0, True)
+    by_length = {one.length: one for one in hit_model.checkpoints(document(name))}
+    for one in by_length.values():
+        yield "stock's checkpoint", one.matched, 0, one.ms, model.stock(one.matched, one.length)
 
 
 def checks_table() -> str:
@@ -132,8 +124,28 @@ def intervals_table() -> str:
     return markdown([*header, "that takes, ms", "less than 5 % from, tokens"], rows)
 
 
+def sweep_table() -> str:
+    """Simulated intervals: what share of the hit tokens was exact, and what a hit replayed."""
+    rows, intervals = [], SWEPT
+    for name in SIMULATIONS:
+        found = json.loads((RESULTS / f"simulation-memory-{name}.json").read_text())
+        tails = next(row for row in found["rows"] if row["name"] == "tails only" and row["row_dtype"] != "auto")
+        for dtype in ANCHOR_DTYPES:
+            saved = [row for row in found["rows"] if row["anchor_dtype"] == dtype and row["name"].startswith("saved")]
+            places = max(row["states"] for row in saved)
+            by_interval = {row["interval"]: row for row in saved}
+            cells = [_swept(by_interval[n]) for n in intervals]
+            rows.append([name, dtype, f"{places:,}", *cells, f"{tails['replayed_per_hit']:,.0f}"])
+    header = ["trace", "kept as", "places", *(f"N = {n:,}" for n in intervals), "tails only, 5 %"]
+    return markdown(header, rows)
+
+
+def _swept(row: Mapping[str, Any]) -> str:
+    return f"{100 * row['exact_hit_tokens'] / row['hit_tokens']:.0f} %, {row['replayed_per_hit']:,.0f}"
+
+
 def tables() -> Sequence[str]:
-    return bytes_table(), times_table(), checks_table(), intervals_table()
+    return bytes_table(), times_table(), checks_table(), intervals_table(), sweep_table()
 
 
 if __name__ == "__main__":

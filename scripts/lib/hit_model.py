@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import ttft_model
 from ttft_model import TtftModel
 
 SHORT = 2048  # new tokens; passes of up to so many run in graphs
@@ -41,33 +42,48 @@ class HitModel:
         return self.prefill.prefill(matched, length) + short + max(replay, loaded * self.kv_token)
 
 
-def hits(document: Mapping[str, Any], source: str) -> Iterator[Mapping[str, Any]]:
+def hits(document: Mapping[str, Any], source: str, engine: str = "host") -> Iterator[Mapping[str, Any]]:
     """Tail replay's in a document of scripts/bench_ttft, the shortest tail among them: {"length", "replayed", "ms"}."""
-    for row in document["engines"]["host"]["sections"]["hits"]["result"]:
+    for row in document["engines"][engine]["sections"]["hits"]["result"]:
         if row["kind"] in ("hit", "suffix") and row["source"] == source and row["replayed"]:
             yield row
 
 
-def stock_hits(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Stock's, with few new tokens or many: {"length", "cached", "ms"}."""
-    for row in document["engines"]["stock"]["sections"]["hits"]["result"]:
-        if row["cached"][0]:
-            yield row
+class Checkpoint(NamedTuple):
+    """A hit of stock SGLang."""
+
+    matched: int
+    length: int
+    ms: float
 
 
-def fit(prefill: TtftModel, document: Mapping[str, Any], kv_token_bytes: int, state_bytes: int) -> HitModel:
-    """ValueError for a document without hits of two tails on the device, or without a short one of stock."""
-    cells = list(hits(document, "device"))
+def checkpoints(document: Mapping[str, Any]) -> list[Checkpoint]:
+    """Of prompts that leave a cached one, in a document of scripts/gpu_check or scripts/bench_ttft."""
+    sections = document["engines"]["stock"]["sections"]
+    rows = (sections.get("ttft") or sections.get("hits"))["result"]
+    found = [row for row in rows if row["kind"] in ("diverge", "again") and row["cached"][0]]
+    return [
+        Checkpoint(r["cached"][0], r.get("prompt_tokens", r.get("length", 0) + SUFFIX), r["ms"]["p50"]) for r in found
+    ]
+
+
+def fit(check: Mapping[str, Any], bench: Mapping[str, Any], kv_token_bytes: int, state_bytes: int) -> HitModel:
+    """Of documents of scripts/gpu_check and scripts/bench_ttft. Stock's short passes are those of the document in which
+    they were faster. ValueError without hits of two tails on the device, or without a short pass of stock on a hit."""
+    prefill, cells = ttft_model.fit(check), list(hits(bench, "device"))
     tails = np.array([cell["replayed"][0] for cell in cells], float)
-    short = [row for row in stock_hits(document) if row["length"] + SUFFIX - row["cached"][0] <= SHORT]
-    if len(set(tails)) < 2 or not short:
-        raise ValueError("no hits of two or more tails with KV on the device, or none of stock's, in this document")
-
-    def more(row: Mapping[str, Any], matched: int) -> float:
-        return row["ms"]["p50"] - prefill.prefill(matched, row["length"] + SUFFIX)
-
-    ours = np.array([more(cell, cell["length"]) for cell in cells])
+    stock = [more for document in (check, bench) if (more := _short_stock(prefill, document)) is not None]
+    if len(set(tails)) < 2 or not stock:
+        raise ValueError("no hits of two or more tails with KV on the device, or none of stock's, in these documents")
+    lengths = [(cell["length"], cell["length"] + SUFFIX) for cell in cells]
+    ours = np.array([cell["ms"]["p50"] - prefill.prefill(*one) for cell, one in zip(cells, lengths, strict=True)])
     (token, shift), *_ = np.linalg.lstsq(np.stack([tails, np.ones_like(tails)], axis=1), ours, rcond=None)
-    stock = float(np.mean([more(row, row["cached"][0]) for row in short]))
-    link = document["speeds"]["link_gbs"] * 1e6  # bytes per ms
-    return HitModel(prefill, stock, float(shift), float(token), kv_token_bytes / link, state_bytes / link)
+    link = bench["speeds"]["link_gbs"] * 1e6  # bytes per ms
+    return HitModel(prefill, min(stock), float(shift), float(token), kv_token_bytes / link, state_bytes / link)
+
+
+def _short_stock(prefill: TtftModel, document: Mapping[str, Any]) -> float | None:
+    short = [one for one in checkpoints(document) if one.length - one.matched <= SHORT]
+    if not short:
+        return None
+    return float(np.mean([one.ms - prefill.prefill(one.matched, one.length) for one in short]))

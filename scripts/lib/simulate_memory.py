@@ -17,7 +17,6 @@ import anchor_model
 import block_trace
 import equal_memory
 import hit_model
-import ttft_model
 from anchor_model import Anchored, Hit, Settings, Tiered
 from arguments import CHECKOUT, SCRIPTS, model_config, numbers
 from block_trace import Request
@@ -57,6 +56,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hits", type=Path, help="of scripts/bench_ttft: hits, link")
     parser.add_argument("--host-gb", type=float, default=160, help="host memory for the cache, GiB, whoever uses it")
     parser.add_argument("--scale", type=float, default=1.0, help="all memory so many times as large")
+    parser.add_argument("--exclusive", action="store_true", help="host tiers without copies of what is on the GPU")
     parser.add_argument("--anchor-share", type=float, default=0.125, help="of the host memory, at most, for states")
     parser.add_argument("--intervals", type=numbers(int), default=INTERVALS)
     parser.add_argument("--anchor-dtypes", type=lambda text: tuple(text.split(",")), default=("fp32", "bf16", "int8"))
@@ -90,7 +90,7 @@ def stock_rows(options: argparse.Namespace, document: dict[str, Any], size: Byte
     kv, states = int(found["max_total_num_tokens"] * scale), int(SLOTS_PER_REQUEST * running * scale)
     yield Row("stock, nothing on the host", Held(kv, kv, states), None)
     for share in equal_memory.SPLITS:
-        held = equal_memory.stock(kv, states, host_bytes(options), share, size)
+        held = equal_memory.stock(kv, states, host_bytes(options), share, size, options.exclusive)
         yield Row(f"stock, {share:.0%} of the host KV", held, None)
 
 
@@ -100,7 +100,8 @@ def our_rows(options: argparse.Namespace, shape: Shape, document: dict[str, Any]
 
     def held(interval: int, row_dtype: str, anchor_dtype: str) -> Held:
         size = sizes(shape, row_dtype, anchor_dtype)
-        return equal_memory.tail_replay(device, host, interval, int(host * options.anchor_share), size)
+        states = int(host * options.anchor_share)
+        return equal_memory.tail_replay(device, host, interval, states, size, options.exclusive)
 
     rows = options.row_dtype
     for row_dtype in dict.fromkeys(("auto", rows)):
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document, bench = json.loads(options.results.read_text()), json.loads(options.hits.read_text())
     shape = Shape.from_config(model_config(SCRIPTS / "shapes" / options.model_shape))
     size = sizes(shape, options.row_dtype, "fp32")
-    model = hit_model.fit(ttft_model.fit(document), bench, size.kv, size.state)
+    model = hit_model.fit(document, bench, size.kv, size.state)
     requests = block_trace.load(options.traces, options.block)[: options.limit]
     names = ", ".join(path.name for path in options.traces)
     print(f"{names}: {len(requests):,} requests; {options.host_gb:g} GiB of host memory, all x {options.scale:g}\n")
@@ -194,7 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out:
         head = {"tool": "scripts/simulate memory", "traces": names, "requests": len(requests), "chunk": options.chunk}
         head |= {"model_shape": options.model_shape, "host_gb": options.host_gb, "scale": options.scale}
-        head |= {"anchor_share": options.anchor_share, "row_dtype": options.row_dtype, "ratio": options.ratio}
+        head |= {
+            "exclusive": options.exclusive,
+            "anchor_share": options.anchor_share,
+            "row_dtype": options.row_dtype,
+            "ratio": options.ratio,
+        }
         head |= {"graph_tokens": anchor_model.GRAPH_TOKENS, "speed": options.speed}
         times = asdict(model) | {"results": options.results.name, "hits": options.hits.name}
         options.out.write_text(json.dumps({**head, "model": times, "rows": results}, indent=1) + "\n")
