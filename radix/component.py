@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.components.mamba_component import MambaComponent
 from sglang.srt.mem_cache.unified_cache.components.tree_component import PrepareLoadBackResult, TreeComponent
@@ -220,9 +221,31 @@ class TailReplayComponent(MambaComponent):
     def prepare_for_caching_req(
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
-        insert_params.tail_replay = getattr(req, "tail_replay", None)
-        if is_finished and insert_params.tail_replay is not None:
+        rows = insert_params.tail_replay = getattr(req, "tail_replay", None)
+        if rows is None:
+            return None
+        if is_finished:
             self.before_finish(req, token_ids_len)
+        return self._insertable(req, rows, token_ids_len, is_finished)
+
+    def _insertable(self, req: Req, rows: RequestRows, tokens: int, is_finished: bool) -> int | None:
+        """How many of the request's first `tokens` the tree may be given; None: all.
+
+        Where the tree has a token, it keeps its own KV, and the request goes on with that. It must not be KV that more
+        approximate replays lie behind than behind the request's: what follows then stays the request's own.
+        """
+        node, end = self.tree_core.node_by_id(req.last_node), req.cache_protected_len
+        if not node.children:
+            return None
+        ids = req.origin_input_ids + req.output_ids if is_finished else req.get_fill_ids()
+        key = RadixKey(ids[end:tokens], req.extra_key)
+        while len(key) > 0 and (child := node.children.get(key.child_key())) is not None:
+            span, common = self.span(child), child.key.match(key)
+            if span is not None and span.generation > rows.generation:
+                return end
+            if common < len(child.key):
+                return None
+            node, end, key = child, end + common, key[common:]
         return None
 
     def update_component_on_insert_overlap(
@@ -248,8 +271,8 @@ class TailReplayComponent(MambaComponent):
     def cleanup_after_caching_req(self, req: Req, is_finished: bool, insert_result=None, insert_params=None) -> None:
         rows = getattr(req, "tail_replay", None)
         if rows is not None:
-            # An unfinished request was inserted up to its prefix; rows left below it are copies the tree did not need.
-            self.release(rows, None if is_finished else len(req.prefix_indices))
+            # Of an unfinished request the tree has this much; rows left below it are copies that it did not need.
+            self.release(rows, None if is_finished else req.cache_protected_len)
         if is_finished and req.mamba_pool_idx is not None:
             self.cache.req_to_token_pool.free_mamba_cache(req)
 

@@ -164,6 +164,7 @@ class CheckedScheduler:
         self.planner.attach(self.cache)
         # what is in memory: slot or row -> number of the prefix
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
+        self.kv_generation = np.zeros(KV_SLOTS + 1, dtype=np.int64)  # replays behind it
         self.store = np.full(rows, UNWRITTEN)
         self.saved = np.full(anchors, UNWRITTEN)  # anchor -> number of the prefix whose state it is
         self.states = np.full(MOST_REQUESTS + 1, UNWRITTEN)  # state slot -> number of the prefix whose state it has
@@ -501,7 +502,10 @@ class CheckedScheduler:
             path = self.path(req, end)
             slots = self.request_pool.req_to_token[req.req_pool_idx, :end].numpy()
             self._write_kv(slots[begin:], path[begin:])
+            self.kv_generation[slots[begin:]] = self.accounts[req.rid].generation
             assert self._read_kv(slots) == path, "attention would read another prefix's KV"
+            behind = self.kv_generation[slots].max()
+            assert behind <= self.accounts[req.rid].generation, "attention would read KV behind too many replays"
             for position in range(begin, end):
                 row = next(rows)
                 if row != NO_ROW:
@@ -562,17 +566,24 @@ class CheckedScheduler:
                 self._cache_unfinished(req, chunked=False)
 
     def _cache_unfinished(self, req: Req, chunked: bool) -> None:
+        inserted = self._insertable(req, req.extend_range.end)
         self.cache.cache_unfinished_req(req, chunked=chunked)
-        self._expect_inserted(req, req.extend_range.end)
+        self._expect_inserted(req, inserted)
         assert len(req.prefix_indices) == req.extend_range.end
         self.check()
 
     def _release(self, req: Req, is_insert: bool) -> None:
-        committed = req.kv_committed_len
+        inserted = self._insertable(req, req.kv_committed_len)
         release_kv_cache(req, self.cache, is_insert=is_insert)
         if is_insert:
-            self._expect_inserted(req, committed)
+            self._expect_inserted(req, inserted)
         self._forget(req)
+
+    def _insertable(self, req: Req, n: int) -> int:
+        """How many of the request's first n tokens go to the tree: up to one that the tree has of a later generation."""
+        path, generation = self.path(req, n), req.tail_replay.generation
+        worse = (i for i in range(req.cache_protected_len, n) if self.generations.get(path[i], 0) > generation)
+        return next(worse, n)
 
     def _expect_inserted(self, req: Req, n: int) -> None:
         account = self.accounts[req.rid]

@@ -3,15 +3,15 @@
 import gc
 
 import pytest
-from checked_scheduler import CheckedScheduler, finish, serve
+from checked_scheduler import KV_SLOTS, CheckedScheduler, finish, serve
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_tailreplay.config import TailReplayConfig
 
 
-def scheduler(rows: int, ratio: float = 1.0, overlap: bool = False) -> CheckedScheduler:
-    return CheckedScheduler(TailReplayConfig(ratio=ratio, min_tokens=4), rows, overlap)
+def scheduler(rows: int, ratio: float = 1.0, overlap: bool = False, **settings) -> CheckedScheduler:
+    return CheckedScheduler(TailReplayConfig(ratio=ratio, min_tokens=4, **settings), rows, overlap)
 
 
 def has_rows(server: CheckedScheduler, tokens: list[int]) -> list[bool]:
@@ -103,6 +103,23 @@ def test_rows_of_a_request_that_was_never_released_come_back_with_its_last_refer
     gc.collect()
     server.check()
     assert server.cache.rows.pool.used_rows == 8  # the prompt's, in the tree
+
+
+def test_a_request_goes_on_with_its_own_tokens_where_the_tree_has_approximate_ones():
+    """Refused by the limit, computed exactly, and then not exchanged for what it was refused."""
+    server = scheduler(rows=64, ratio=0.1, max_generation=0)
+    serve(server, [1] * 20, answer=1)
+    serve(server, [1] * 10 + [3] * 6, answer=4)  # ten tokens matched, one of them replayed
+    path = server.prefixes.path([1] * 10 + [3] * 6)
+    assert [server.generations[prefix] for prefix in path] == [0] * 10 + [1] * 6
+    own = server.arrive([1] * 10 + [3] * 8, max_new_tokens=4, ratio=1.0)
+    server.prefill(64, lambda: 1)
+    assert (own.cache_protected_len, len(own.prefix_indices), own.tail_replay.generation) == (10, 18, 0)
+    finish(server)  # every step checks that attention reads nothing of a later generation, and that no slot is lost
+    assert [server.generations[prefix] for prefix in path] == [0] * 10 + [1] * 6
+    server.evict_kv(KV_SLOTS)
+    serve(server, [1] * 10 + [3] * 8, answer=4)
+    assert [server.generations[prefix] for prefix in path] == [0] * 16
 
 
 @pytest.mark.parametrize(("limit", "matched"), [(None, 7), (7, 7), (20, 7), (3, 3), (0, 0)])
