@@ -25,6 +25,7 @@ from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.memory_plan import GIB
 from sglang_tailreplay.row_store import free_host_bytes
 
+COMMAND = "sglang-tailreplay"
 Section = list[tuple[str, str]]  # what, how much
 
 
@@ -109,7 +110,12 @@ def find_remedy(report: Report, options: argparse.Namespace, flags: list[str], s
         again = examine(options, kept)
     except TailReplayError:
         return None
-    return None if again.problems else shlex.join(["sglang-tailreplay", "serve", *kept])
+    return None if again.problems else shlex.join([called_as(), "serve", *kept])
+
+
+def called_as() -> str:
+    """The console script as the operator has just called it, perhaps with the folder of its environment."""
+    return sys.argv[0] if os.path.basename(sys.argv[0]) == COMMAND else COMMAND
 
 
 def look_ahead(report: Report, server_args: Any, found: Device, options: argparse.Namespace, flags: list[str]) -> None:

@@ -30,6 +30,7 @@ from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.gate_capture import GateCapture
 from sglang_tailreplay.gdn import make_core
 from sglang_tailreplay.metrics import Metrics, Stopwatch
+from sglang_tailreplay.minute_log import MinuteLog
 from sglang_tailreplay.pass_anchors import PassAnchors
 from sglang_tailreplay.prefill_graphs import PrefillGraphs
 from sglang_tailreplay.radix.rows import RowPool
@@ -82,6 +83,7 @@ class Runtime:
         self._gates: tuple[Gate, ...] = ()
         self._replayer: Replayer | None = None
         self._metrics: Metrics | None = None
+        self._minute = MinuteLog(logger.info)
         self._stopwatch: Stopwatch | None = None
         self._verifier: Verifier | None = None
         self._passes = 0  # forward passes so far
@@ -243,6 +245,7 @@ class Runtime:
         if self.config.verify_fraction > 0:
             self._verifier = self._make_verifier(scheduler)
         logger.info("tail_replay: ready, %s", self.config.to_json())
+        self._minute = MinuteLog(logger.info)  # without the self-check's requests
 
     def _make_verifier(self, scheduler: Any) -> Verifier:
         prefill = ColdPrefill(scheduler)
@@ -338,6 +341,8 @@ class Runtime:
     # ---- reporting ----
 
     def _on_admission(self, admission: Admission) -> None:
+        self._minute.admitted(admission)
+        self._look_at_the_minute()
         if self._metrics is not None:
             self._metrics.admitted(admission)
             self._report_stores()
@@ -352,12 +357,18 @@ class Runtime:
         places = rows.anchors.pool
         self._metrics.anchors(places.used_rows, places.capacity, rows.anchors.evicted)
 
+    def _look_at_the_minute(self) -> None:
+        if self.planner.cache is not None:
+            pool = self.planner.cache.rows.pool
+            self._minute.look(pool.used_rows, pool.capacity)
+
     def on_idle(self) -> None:
         """Called over and over while the server is idle."""
         if self.gate_capture is not None:
             self.gate_capture.flush()
             self.decays.look()
         self._check_rows()
+        self._look_at_the_minute()
         if self._verifier is not None:
             self._verifier.on_idle(self._passes)
 

@@ -77,6 +77,7 @@ class Admission:
     start: str = ZERO  # how it began (replay_rule); says nothing of a miss
     shrunk_by: str = ROWS_MISSING  # or another reason of radix.boundary, if it was
     residual: float | None = None  # of a hit; None where nobody asks
+    prompt: int = 0  # tokens
 
 
 def ratio_of(req: Req, config: TailReplayConfig) -> float:
@@ -209,7 +210,8 @@ class Planner:
         shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
         why = (shrunk.reason,) if shrunk else ()
         told = Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, start.kind, *why)
-        self.on_admission(dataclasses.replace(told, residual=start.residual))
+        prompt = len(req.full_untruncated_fill_ids)
+        self.on_admission(dataclasses.replace(told, residual=start.residual, prompt=prompt))
         req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None

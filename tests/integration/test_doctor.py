@@ -257,6 +257,17 @@ def test_flags_that_stand_in_the_way_are_left_out(bad, kept, sandbox):
     assert shlex.split(report["remedy"]) == ["sglang-tailreplay", "serve", "--model-path", SHAPE, *kept]
 
 
+@pytest.mark.parametrize(
+    "called, named",
+    [(".venv/bin/sglang-tailreplay", ".venv/bin/sglang-tailreplay"), ("x/cli.py", "sglang-tailreplay")],
+)
+def test_the_remedy_calls_the_program_as_it_was_called(called, named, monkeypatch):
+    from sglang_tailreplay import doctor
+
+    monkeypatch.setattr("sys.argv", [called, "doctor"])
+    assert doctor.called_as() == named
+
+
 @pytest.mark.parametrize("flags", [["--assume-gpu-gb", "8"], ["--assume-gpu-gb", "8", "--page-size", "16"]], ids=str)
 def test_what_no_flag_causes_has_no_such_remedy(flags, sandbox):
     report = sandbox(call, ["--model-path", SHAPE, *flags])

@@ -100,7 +100,7 @@ def test_a_cold_request_gets_rows_and_no_hit():
     assert step.rows.tolist() == [0, 1, 2, 3, 4] and step.rows.dtype == np.int64 and step.hits == ()
     rows = req.tail_replay
     assert (rows.start, rows.end, rows.boundary, rows.replayed, rows.generation) == (0, 5, 0, 0, 0)
-    assert p.admissions == [Admission(0, 0, None)]
+    assert p.admissions == [Admission(0, 0, None, prompt=5)]
 
 
 def test_a_hit_has_the_rows_and_tokens_of_its_tail():
@@ -114,7 +114,7 @@ def test_a_hit_has_the_rows_and_tokens_of_its_tail():
     assert step.rows.tolist() == [0, 1, 2, 3, 4]
     rows = req.tail_replay
     assert (rows.start, rows.end, rows.boundary, rows.replayed) == (40, 45, 40, 10)
-    assert p.admissions == [Admission(40, 10, None)]
+    assert p.admissions == [Admission(40, 10, None, prompt=45)]
 
 
 def test_a_later_chunk_is_no_hit_and_appends():
@@ -161,7 +161,7 @@ def test_zero_mode_reuses_kv_and_replays_nothing():
     step = p.plan_extend([req])
     assert step.hits == () and len(step.rows) == 5
     assert (req.tail_replay.boundary, req.tail_replay.replayed, req.tail_replay.generation) == (40, 0, 2)
-    assert p.admissions == [Admission(40, 0, None)]
+    assert p.admissions == [Admission(40, 0, None, prompt=45)]
     cold = request(0, 5)
     p.plan_extend([cold])
     assert cold.tail_replay.generation == 0
@@ -172,7 +172,8 @@ def test_a_shrunk_hit_is_reported(reason):
     p = planner()
     cut = request(40, 5, tail_replay_shrunk=Shrunk(64, 40, reason))
     p.plan_extend([cut, request(40, 5, tail_replay_shrunk=None)])
-    assert p.admissions == [Admission(40, 10, 64, shrunk_by=reason), Admission(40, 10, None)]
+    shrunk, whole = Admission(40, 10, 64, shrunk_by=reason, prompt=45), Admission(40, 10, None, prompt=45)
+    assert p.admissions == [shrunk, whole]
 
 
 def test_a_tail_that_lost_a_row_is_an_error():
@@ -223,7 +224,7 @@ def test_decode_gives_every_request_one_row_at_its_position():
     assert step.rows.tolist() == [5, 6] and step.hits == ()
     assert (a.tail_replay.ids.tolist(), a.tail_replay.end) == ([0, 1, 5], 3)
     assert (b.tail_replay.ids.tolist(), b.tail_replay.end) == ([2, 3, 4, 6], 44)
-    assert p.admissions == [Admission(0, 0, None), Admission(40, 10, None)]
+    assert p.admissions == [Admission(0, 0, None, prompt=2), Admission(40, 10, None, prompt=43)]
 
 
 def test_what_is_said_about_an_image_takes_no_row():
@@ -371,7 +372,7 @@ def test_a_replay_begins_at_the_newest_anchor():
     assert hit.anchor == 5 and len(hit.rows) == len(hit.token_ids) == 7
     assert plan.cache.rows.anchors.hit == {5}, "it would be given up as if nobody used it"
     assert hit.token_ids.tolist() == [7 + i for i in range(33, 40)]
-    assert plan.admissions[0] == Admission(40, 7, None, anchored=True, start="exact")
+    assert plan.admissions[0] == Admission(40, 7, None, anchored=True, start="exact", prompt=44)
 
 
 @pytest.mark.parametrize("position, reached", [(8, True), (7, False)])

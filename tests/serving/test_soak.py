@@ -24,18 +24,19 @@ def crowded(serve_tiny):
         yield server
 
 
-def test_twenty_seconds_of_everything(crowded, tmp_path):
+def test_rounds_of_everything(crowded, tmp_path):
+    """As many rounds on a busy machine as on an idle one, where they take some fifteen seconds."""
     out = tmp_path / "soak.json"
     command = [sys.executable, SOAK, "--url", crowded.base_url, "--server-pid", crowded.process.pid, "--out", out]
-    command += ["--seconds", 20, "--concurrency", 8, "--max-prompt", 160, "--max-new", 96, "--seed", 1]
+    command += ["--seconds", 120, "--rounds", 9, "--concurrency", 8, "--max-prompt", 160, "--max-new", 96, "--seed", 1]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:] + crowded.log_tail()
     report = json.loads(out.read_text())
     assert report["ok"] and report["compared"] == "tokens" and report["metrics_watched"] and report["memory_watched"]
     assert report["retractions"] > 0
     assert report["of_them_hits"] >= 5, "nothing was proved: hardly any hit was compared"
-    assert report["rounds"] >= 4 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
+    assert report["rounds"] >= 6 and report["kinds"].keys() >= {"burst", "fan", "malformed", "too-long", "abort"}
 
 
 @pytest.mark.slow
