@@ -580,7 +580,7 @@ class CheckedScheduler:
         self._forget(req)
 
     def _insertable(self, req: Req, n: int) -> int:
-        """How many of the request's first n tokens go to the tree: up to one that the tree has of a later generation."""
+        """How many of the first n tokens go to the tree: up to one that the tree has of a later generation."""
         path, generation = self.path(req, n), req.tail_replay.generation
         worse = (i for i in range(req.cache_protected_len, n) if self.generations.get(path[i], 0) > generation)
         return next(worse, n)

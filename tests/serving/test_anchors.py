@@ -146,9 +146,10 @@ def test_nothing_is_built_on_an_approximate_replay(anchored, cold, prompt):
     assert cut_hits() == before + 1
     # Nor does it go on with what the tree has of the tokens that it computed itself.
     for end in (0, 1, 5):
-        exact = anchored.generate(branch + prompt(end), 8, custom_params={"tail_replay_ratio": 1.0})
+        text = branch + prompt(end)
+        exact = anchored.generate(text, 8, custom_params={"tail_replay_ratio": 1.0})
         assert (exact.cached_tokens, exact.generation) == (470, 0)
-        assert exact.tokens == cold.generate(branch + prompt(end), 8).tokens
+        assert exact.tokens == cold.generate(text, 8).tokens
 
 
 def test_verified_hits_tell_exact_from_approximate_ones(anchored, cold, prompt):
