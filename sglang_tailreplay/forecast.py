@@ -129,7 +129,7 @@ def _plan(
     found: Device,
     imagined: Imagined | None,
 ) -> DevicePlan:
-    from sglang_tailreplay.runtime import choose_state_slots
+    from sglang_tailreplay.state_slots import choose_state_slots
 
     view = compat.resolved_view(server_args) if imagined is None else imagined.given
     free = found.free if imagined is None else int(imagined.gib * GIB)

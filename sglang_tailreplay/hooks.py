@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_tailreplay import compat, guard, runtime, scheduling
+from sglang_tailreplay import compat, guard, runtime, scheduling, state_slots
 from sglang_tailreplay import step as steps
 from sglang_tailreplay.errors import TailReplayError
 
@@ -103,7 +103,8 @@ def choose_state_slots(original: Callable, configurator: Any, rest_gb: float) ->
     if compat.chosen_state_slots() is None:
         rest_bytes = int(rest_gb * (1 << 30))
         wanted = compat.chosen_max_running_requests()
-        compat.choose_state_slots(runtime.choose_state_slots(wanted, rest_bytes, compat.state_bytes(configurator)))
+        slots = state_slots.choose_state_slots(wanted, rest_bytes, compat.state_bytes(configurator))
+        compat.choose_state_slots(slots)
     return original(configurator, rest_gb)
 
 

@@ -50,18 +50,8 @@ logger = logging.getLogger(__name__)
 
 # Tokens of one replay launch. Bounds what a long tail takes of the GPU memory that SGLang leaves for activations.
 MAX_LAUNCH_TOKENS = 4096
-# State slots when --max-running-requests does not say how many: this share of the memory for caches, within bounds.
-STATE_SHARE, LEAST_SLOTS, MOST_SLOTS = 0.1, 8, 256
-MOST_STATE_SHARE = 0.5  # whatever --max-running-requests says, about what SGLang's own default gives to states
 POISON = "SGLANG_TAILREPLAY_POISON"  # "1": see Replayer; for tests on a GPU
 IDLE_SECONDS = 0.5  # before the row accounting is checked
-
-
-def choose_state_slots(max_running_requests: int | None, rest_bytes: int, state_bytes: int) -> int:
-    """One slot per running request: nothing else ever holds one. SGLang caps the running requests by the slots."""
-    if max_running_requests is not None:
-        return max(1, min(max_running_requests, int(rest_bytes * MOST_STATE_SHARE) // state_bytes))
-    return max(LEAST_SLOTS, min(MOST_SLOTS, int(rest_bytes * STATE_SHARE) // state_bytes))
 
 
 class Runtime:

@@ -323,7 +323,7 @@ def test_slots_are_those_of_a_measured_server(measured):
     weights = memory_plan.parameters(shape, config) * 2
     assert weights == pytest.approx(result["memory_usage"]["weight"] * GIB, rel=0.02)
     divided = int(result["memory_usage"]["kvcache"] * GIB) + (slots + 1) * slot
-    from sglang_tailreplay.runtime import choose_state_slots
+    from sglang_tailreplay.state_slots import choose_state_slots
 
     assert choose_state_slots(None, divided, slot) == slots
     plan = memory_plan.plan_device(

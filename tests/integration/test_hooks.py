@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sglang_tailreplay import compat, guard, hooks, runtime
+from sglang_tailreplay import compat, guard, hooks, runtime, state_slots
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.hooks import ENTRY, SERVING, Hook
 from sglang_tailreplay.radix.rows import RequestRows
@@ -381,7 +381,7 @@ def test_state_slots_are_chosen_where_the_user_did_not(chosen, expected, monkeyp
     monkeypatch.setattr(compat, "chosen_max_running_requests", lambda: 5)
     monkeypatch.setattr(compat, "state_bytes", lambda configurator: 8)
     monkeypatch.setattr(compat, "choose_state_slots", set_to.append)
-    monkeypatch.setattr(runtime, "choose_state_slots", lambda *args: asked.append(args) or 7)
+    monkeypatch.setattr(state_slots, "choose_state_slots", lambda *args: asked.append(args) or 7)
     assert hooks.choose_state_slots(lambda configurator, rest: rest / 2, None, 2.0) == 1.0
     assert asked == expected and set_to == [7] * len(expected)
 

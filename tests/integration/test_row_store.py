@@ -6,7 +6,7 @@ import torch
 from sglang_tailreplay import row_store
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.row_store import GIB, RowShape, RowStore, choose_capacity, free_host_bytes
-from sglang_tailreplay.runtime import LEAST_SLOTS, MOST_SLOTS, STATE_SHARE, choose_state_slots
+from sglang_tailreplay.state_slots import LEAST_SLOTS, MOST_SLOTS, STATE_SHARE, choose_state_slots
 
 KIB = 1 << 10
 
