@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quality import intervals, metrics, plot, summary
+from quality import intervals, metrics, paired, plot, summary
 from quality.answers import Answer
 
 # ---------------------------------------------------------------------------------------------------- metrics
@@ -126,6 +126,32 @@ def test_nothing_is_a_share_of_zero():
     assert intervals.ratio_of_cells([[1.0, 0.0]], [[0.0, 1.0]]) is None  # a resample has no full score
 
 
+def test_a_difference_of_equal_scores_has_a_width():
+    found = intervals.difference([1, 0, 1, 1], [1, 0, 1, 1])
+    assert found.value == 0 and found.low == -found.high < -0.4
+    assert intervals.difference([1] * 1000, [1] * 1000).high < 0.006
+
+
+def test_a_difference_knows_whose_scores_changed():
+    worse = intervals.difference([0.0] * 30 + [1.0] * 170, [1.0] * 200)
+    assert worse.value == pytest.approx(-0.15) and -0.22 < worse.low < worse.high < -0.09
+    better = intervals.difference([1.0] * 200, [0.0] * 30 + [1.0] * 170)
+    assert better == pytest.approx((-worse.value, -worse.high, -worse.low))
+    # As many won as lost: wider than where nobody's score changed, and around zero.
+    both = intervals.difference([0.0] * 50 + [1.0] * 150, [1.0] * 150 + [0.0] * 50)
+    assert both.value == 0 and both.high > 0.08 and both.low == pytest.approx(-both.high)
+    with pytest.raises(ValueError, match="pairs"):
+        intervals.difference([1.0], [])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
+def test_a_difference_lies_in_its_interval(pairs):
+    ours, theirs = zip(*pairs, strict=True)
+    found = intervals.difference(ours, theirs)
+    assert found.value == pytest.approx(sum(ours) / len(ours) - sum(theirs) / len(theirs), abs=1e-9)
+    assert -1 <= found.low <= found.value <= found.high <= 1
+
+
 # ---------------------------------------------------------------------------------------------------- tables
 
 
@@ -230,6 +256,37 @@ def test_the_plot_has_a_line_for_every_cell_and_the_mean(tmp_path):
     written = plot.draw(numbers, "M", tmp_path / "quality.svg")
     assert all(path.stat().st_size > 1000 for path in written) and len(written) == 2
     assert plot.draw(summary.document([]), "M", tmp_path / "none.svg") == []
+
+
+def test_pairs_count_all_prompts_that_two_modes_have():
+    """Where the time ends, some modes have more prompts than others; a cell counts those that all of them have."""
+    answers = run_of(2, **ALL) + [answer(i, v, 1.0) for i in (2, 3) for v in ("full", "r=0.1")]
+    answers += [answer(i, v, 0.5, cell="ruler/niah@16384") for i in range(3) for v in ("full", "r=0.1")]
+    answers += [answer(4, "r=0.1", 1.0)]  # nothing to compare it with
+    found = summary.document(answers)["question"]["paired"]["ruler"]
+    assert {v: one["prompts"] for v, one in found["all"].items()} == {"full": 7, "zero": 2, "r=0.05": 2, "r=0.1": 7}
+    assert list(found["cells"]) == ["niah@1024", "niah@16384"] and list(found["lengths"]) == ["@1024", "@16384"]
+    zero = found["tasks"]["niah"]["zero"]
+    assert (zero["score"]["value"], zero["full"], zero["difference"]["value"], zero["same"]) == (0, 1, -1, 2)
+    assert (
+        "| Zero-only | 2 | 0.00 [0.00, 0.66] | 0.00 [0.00, 0.66] | -1.000 [-1.000, -0.070] | 100.0% |"
+        in paired.table(found, summary.title)
+    )
+
+
+def test_pairs_tell_what_rows_add_to_a_plain_extend():
+    answers = run_of(9, **{**ALL, "plain=0.05": 0.25})
+    rows = summary.document(answers)["question"]["paired"]["ruler"]["rows"]
+    assert list(rows) == ["r=0.05"] and rows["r=0.05"]["difference"]["value"] == 0.25
+    assert summary.document(run_of(9, zero=0.0))["question"]["paired"] == {"ruler": {}}
+
+
+def test_many_cells_are_drawn_by_task():
+    cells = [f"ruler/{task}@{1024 << i}" for task in ("niah", "vt") for i in range(5)]
+    answers = [answer(0, v, score, cell=cell) for cell in cells for v, score in ALL.items()]
+    ((_, lines),) = plot.panels(summary.document(answers))
+    assert list(lines) == ["niah", "vt", "mean"]
+    assert [point[:2] for point in plot.points(lines["vt"]["variants"])] == [(0, 0), (5, 0.5), (10, 1)]
 
 
 def test_the_notes_tell_what_lay_under_a_seeded_replay():

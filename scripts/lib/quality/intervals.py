@@ -57,6 +57,26 @@ def ratio_of_cells(cells: Sequence[Sequence[float]], base: Sequence[Sequence[flo
     return _estimate(float(value), over / under)
 
 
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Mean of ours minus theirs, scores in [0, 1] of the same prompts. What is won and what is lost have Wilson's
+    intervals, so that equal scores have one with a width; no prompt adds to both, which is how they are combined."""
+    if len(ours) != len(theirs):
+        raise ValueError(f"a difference needs pairs, got {len(ours)} and {len(theirs)} scores")
+    n, changes = len(ours), [one - other for one, other in zip(ours, theirs, strict=True)]
+    won, lost = (wilson(sum(max(0.0, sign * change) for change in changes), n) for sign in (1, -1))
+    rest = (1 - won.value) * (1 - lost.value)
+    together = 2 * math.sqrt(won.value * lost.value / rest) if rest > 0 else 0.0
+
+    def reach(up: float, down: float) -> float:
+        return math.sqrt(up * up + down * down + together * up * down)
+
+    value = won.value - lost.value
+    below = reach(won.value - won.low, lost.high - lost.value)
+    return Estimate(
+        value, max(-1.0, value - below), min(1.0, value + reach(won.high - won.value, lost.value - lost.low))
+    )
+
+
 def _resampled(scores: Sequence[float], seed: int) -> np.ndarray:
     """[RESAMPLES] means. The same seed and number of scores draw the same prompts."""
     values = np.asarray(scores, dtype=np.float64)

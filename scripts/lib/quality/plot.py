@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quality.answers import FULL, ZERO, ratio_of, tail_of
+from quality.answers import FULL, ZERO, plain_of, ratio_of, tail_of
 from quality.summary import BENCHMARKS
 from sglang_tailreplay.figure import save_figure
+
+MOST_LINES = 8  # that a panel is still read with
 
 
 def points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, float]]:
@@ -28,13 +30,21 @@ def tail_points(variants: Mapping[str, Any]) -> list[tuple[float, float, float, 
     return [(k, s["value"], s["value"] - s["low"], s["high"] - s["value"]) for k, s in sorted(scores.items())]
 
 
+def plain_points(variants: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Percent of the prefix that is prefilled anew, from zero states, and score."""
+    scores = {plain_of(variant): one["score"]["value"] for variant, one in variants.items() if plain_of(variant)}
+    return [(ratio * 100, score) for ratio, score in sorted(scores.items())]
+
+
 def panels(numbers: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Title and lines of each panel: a benchmark's cells at one cut, and their mean."""
+    """Title and lines of each panel: a benchmark's cells at one cut, and their mean. Many cells are drawn by task."""
     found = []
     for cut, of_cut in numbers.items():
         for name, mean in of_cut["benchmarks"].items():
             long, short = BENCHMARKS[name]
             lines = {label: one for label, one in of_cut["cells"].items() if label.startswith(f"{short}-")}
+            if len(lines) > MOST_LINES and (pairs := of_cut["paired"].get(name)):
+                lines = {task: {"variants": one} for task, one in pairs["tasks"].items()}
             found.append((f"{long}, cut: {cut}", {**lines, "mean": mean}))
     return found
 
@@ -51,15 +61,18 @@ def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
 
     drawn = [(title, lines, points) for title, lines in chosen]
     drawn += [(title, lines, tail_points) for title, lines in chosen if tail_points(lines["mean"]["variants"])]
-    figure, all_axes = pyplot.subplots(1, len(drawn), figsize=(5.5 * len(drawn), 4.5), squeeze=False, sharey=True)
+    figure, all_axes = pyplot.subplots(1, len(drawn), figsize=(3.3 * len(drawn), 3.1), squeeze=False, sharey=True)
     for axes, (title, lines, of) in zip(all_axes[0], drawn, strict=True):
         for label, one in lines.items():
             _line(axes, label, one["variants"], of(one["variants"]))
         axes.set(title=title, ylim=(-0.02, 1.02))
         if of is points:
-            axes.set_xlabel("replayed share of the cached prefix, % (0: zero state)")
+            axes.set_xlabel("replayed share, % (0: zero states)")
+            if extends := plain_points(lines["mean"]["variants"]):
+                axes.plot(*zip(*extends, strict=True), "k:", marker="x", markersize=4, label="mean without rows")
         else:
-            axes.set(xlabel="replayed tokens", xscale="log")
+            axes.set_xscale("log")
+            axes.set_xlabel("replayed tokens")
         axes.grid(True, alpha=0.25)
         if axes.get_legend_handles_labels()[1]:
             axes.legend(fontsize=7)

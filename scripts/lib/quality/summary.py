@@ -9,7 +9,7 @@ from typing import Any
 
 from tables import markdown
 
-from quality import intervals
+from quality import intervals, paired
 from quality.answers import AGAIN, COLD, FULL, SEEDED, ZERO, Answer, anchored_of, plain_of, ratio_of, tail_of
 from quality.intervals import Estimate
 
@@ -123,16 +123,17 @@ def problems(answers: Sequence[Answer]) -> list[str]:
 
 def document(answers: Sequence[Answer]) -> dict[str, Any]:
     """All numbers of the tables, and of the plot."""
-    return {cut: _of_cut(cells(answers, cut)) for cut in CUT_NAMES if any(answer.cut == cut for answer in answers)} or {
-        "question": _of_cut(cells(answers, "question"))
-    }
+    cuts = [cut for cut in CUT_NAMES if any(answer.cut == cut for answer in answers)]
+    return {cut: _of_cut(answers, cut) for cut in cuts or ["question"]}
 
 
-def _of_cut(found: Sequence[Cell]) -> dict[str, Any]:
+def _of_cut(answers: Sequence[Answer], cut: str) -> dict[str, Any]:
+    found = cells(answers, cut)
     names = [name for name in BENCHMARKS if any(cell.benchmark == name for cell in found)]
     return {
         "benchmarks": {name: _numbers([cell for cell in found if cell.benchmark == name]) for name in names},
         "cells": {cell.label: _numbers([cell]) for cell in found},
+        "paired": {name: paired.document(answers, cut, name, order) for name in names},
     }
 
 
@@ -164,7 +165,7 @@ def _share(hits: Sequence[bool]) -> float | None:
 
 
 def tables(numbers: Mapping[str, Any], model: str) -> str:
-    """Markdown: for each cut a table like the paper's Table 1, one like its Table 3, and notes."""
+    """Markdown: for each cut a table like the paper's Table 1, one like its Table 3, notes, and pairs by task."""
     parts = []
     for cut, found in numbers.items():
         if not found["cells"]:
@@ -174,6 +175,10 @@ def tables(numbers: Mapping[str, Any], model: str) -> str:
         parts += [table_1(found, model), "Every cell.", table_3(found, model)]
         if text := notes(found):
             parts.append(text)
+        for name, pairs in found["paired"].items():
+            if pairs:
+                parts.append(f"{BENCHMARKS[name][0]} beside full prefill, over all prompts that both have answered.")
+                parts.append(paired.table(pairs, title))
     return "\n\n".join(parts) or "No prompt has been answered in all modes yet."
 
 

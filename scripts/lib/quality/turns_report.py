@@ -84,6 +84,7 @@ def _interval(one: Mapping[str, float] | None) -> str:
 
 
 def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
+    """`numbers` of document(), or read from report.json, where turns are text."""
     variants = numbers["variants"]
     if not variants:
         return []
@@ -94,9 +95,9 @@ def draw(numbers: Mapping[str, Any], model: str, out: Path) -> Sequence[Path]:
 
     figure, (scores, same) = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
     for variant, turns in variants.items():
-        _line(scores, title(variant), {turn: one["score"] for turn, one in turns.items()})
+        _line(scores, title(variant), {int(turn): one["score"] for turn, one in turns.items()})
         if variant != FULL:
-            _line(same, title(variant), {turn: one["same_as_full"] for turn, one in turns.items()})
+            _line(same, title(variant), {int(turn): one["same_as_full"] for turn, one in turns.items()})
     scores.set(xlabel="turn", ylabel="score", ylim=(-0.02, 1.02), title="score")
     same.set(xlabel="turn", title="answers equal to full prefill's")
     for axes in (scores, same):
