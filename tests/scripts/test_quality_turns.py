@@ -2,7 +2,7 @@
 
 import pytest
 from quality import drift, facts, id_tasks, turns, turns_report
-from quality.answers import AnswerFile
+from quality.answers import Answer, AnswerFile
 from quality.ask import Asker, Reply, WrongBoundary
 from quality_helpers import fake_server
 from train import vocabulary
@@ -130,6 +130,22 @@ def test_only_conversations_that_all_ways_have_had_count(server, tmp_path):
     assert first["score"]["value"] == 1 > second["score"]["value"] and first["same_as_full"]["value"] == 1
     assert "| 3 |" in turns_report.tables(numbers)
     assert {path.suffix for path in turns_report.draw(numbers, "model", tmp_path / "turns")} == {".svg", ".png"}
+
+
+def test_drift_is_told_against_answers_that_build_on_nothing():
+    """Right in the first two of eight turns, then, on top of replays, wrong."""
+    scores = {"full": lambda turn: 1.0, "fresh=0.05": lambda turn: 1.0, "r=0.05": lambda turn: float(turn <= 2)}
+    answers = [
+        Answer(f"t@9/{i}", "t@9", drift.turn_name(turn), variant, "", 9, 8, 8, 1, 1, [1], None, score(turn), 0.1)
+        for i in range(50) for turn in range(1, 9) for variant, score in scores.items()
+    ]  # fmt: skip
+    numbers = turns_report.document(answers)
+    assert list(numbers["built_on"]) == ["r=0.05"]
+    found = {span: one["value"] for span, one in numbers["built_on"]["r=0.05"].items()}
+    assert found == pytest.approx({"1": 0, "2-4": -2 / 3, "5-8": -1})
+    assert "| r=5% | +0.000 [-0.071, +0.071] | -0.667" in turns_report.tables(numbers)
+    two = turns_report.document([one for one in answers if drift.number_of(one.cut) <= 2])
+    assert list(two["built_on"]["r=0.05"]) == ["1", "2"]
 
 
 def test_nothing_is_asked_for_that_training_has_seen():

@@ -11,6 +11,7 @@ from tables import markdown
 from quality import intervals
 from quality.answers import FULL, Answer, anchored_of, ratio_of
 from quality.drift import FRESH, asked_ratio, number_of
+from quality.paired import signed
 from sglang_tailreplay.figure import save_figure
 
 
@@ -24,7 +25,30 @@ def document(answers: Iterable[Answer]) -> dict[str, Any]:
     variants = sorted({variant for variant, _ in points}, key=_order)
     turns = sorted({turn for _, turn in points})
     numbers = {v: {t: _numbers([(of[v, t], of.get((FULL, t))) for of in whole]) for t in turns} for v in variants}
-    return {"conversations": len(whole), "asked": len(by_prompt), "variants": numbers if whole else {}}
+    found = {"conversations": len(whole), "asked": len(by_prompt), "variants": numbers if whole else {}}
+    return {**found, "built_on": _built_on(whole, variants, turns) if whole else {}}
+
+
+def _built_on(whole: Sequence[Mapping], variants: Sequence[str], turns: Sequence[int]) -> dict[str, Any]:
+    """variant -> turns -> what it scores more than where nothing is built on replays; saved states: than full prefill.
+    A pair is a conversation, with its mean over these turns."""
+    half = len(turns) // 2
+    groups = [group for group in (turns[:1], turns[1:half], turns[max(1, half) :]) if group]
+    found: dict[str, Any] = {}
+    for variant in variants:
+        other = FULL if anchored_of(variant) is not None else f"{FRESH}={ratio_of(variant) or 0:g}"
+        if other in variants and other != variant:
+            found[variant] = {_span(group): _difference(whole, variant, other, group)._asdict() for group in groups}
+    return found
+
+
+def _difference(whole: Sequence[Mapping], variant: str, other: str, turns: Sequence[int]) -> intervals.Estimate:
+    ours, theirs = ([sum(of[v, t].score for t in turns) / len(turns) for of in whole] for v in (variant, other))
+    return intervals.difference(ours, theirs)
+
+
+def _span(turns: Sequence[int]) -> str:
+    return str(turns[0]) if len(turns) == 1 else f"{turns[0]}-{turns[-1]}"
 
 
 def _order(variant: str) -> tuple:
@@ -61,6 +85,11 @@ def tables(numbers: Mapping[str, Any]) -> str:
         "Approximate replays behind an answer, mean.",
         _table({v: t for v, t in variants.items() if v != FULL}, lambda one: f"{one['generation']:.1f}"),
     ]
+    if built_on := numbers["built_on"]:
+        parts.append("Score less that of exact only (anchored: of full prefill), by turns; a conversation is a pair.")
+        spans = list(next(iter(built_on.values())))
+        rows = [[title(v), *(signed(intervals.Estimate(**of[s])) for s in spans)] for v, of in built_on.items()]
+        parts.append(markdown(["mode", *spans], rows))
     return "\n\n".join(parts)
 
 
