@@ -46,6 +46,7 @@ MOST_REQUESTS = 4  # running at the same time; request slots and state slots
 CONTEXT = 128
 ROOT = 0  # number of the empty prefix
 UNWRITTEN = -1
+BEHIND = 1 << 16  # a KV slot has the number of its prefix, and so many times the number of replays behind it
 CHUNK = 4  # tokens; states inside a pass exist at its multiples
 KEEPS_BEYOND = 8  # tokens of a pass that has such states
 
@@ -164,7 +165,6 @@ class CheckedScheduler:
         self.planner.attach(self.cache)
         # what is in memory: slot or row -> number of the prefix
         self.kv = np.full(KV_SLOTS + 1, UNWRITTEN)
-        self.kv_generation = np.zeros(KV_SLOTS + 1, dtype=np.int64)  # replays behind it
         self.store = np.full(rows, UNWRITTEN)
         self.saved = np.full(anchors, UNWRITTEN)  # anchor -> number of the prefix whose state it is
         self.states = np.full(MOST_REQUESTS + 1, UNWRITTEN)  # state slot -> number of the prefix whose state it has
@@ -501,11 +501,11 @@ class CheckedScheduler:
         for req, begin, end in pieces:
             path = self.path(req, end)
             slots = self.request_pool.req_to_token[req.req_pool_idx, :end].numpy()
-            self._write_kv(slots[begin:], path[begin:])
-            self.kv_generation[slots[begin:]] = self.accounts[req.rid].generation
+            generation = self.accounts[req.rid].generation
+            self._write_kv(slots[begin:], [prefix + generation * BEHIND for prefix in path[begin:]])
             assert self._read_kv(slots) == path, "attention would read another prefix's KV"
-            behind = self.kv_generation[slots].max()
-            assert behind <= self.accounts[req.rid].generation, "attention would read KV behind too many replays"
+            behind = max(self._read_slots(slots)) // BEHIND
+            assert behind <= generation, "attention would read KV behind too many replays"
             for position in range(begin, end):
                 row = next(rows)
                 if row != NO_ROW:
@@ -543,11 +543,15 @@ class CheckedScheduler:
             assert anchor is not None and anchor.id == take.anchor, "a state was saved for another position"
             self.saved[take.anchor] = self.path(req, end)[-1]
 
-    def _write_kv(self, slots: np.ndarray, path: list[int]) -> None:
-        self.kv[slots] = path
+    def _write_kv(self, slots: np.ndarray, numbers: list[int]) -> None:
+        self.kv[slots] = numbers
+
+    def _read_slots(self, slots: np.ndarray) -> list[int]:
+        return self.kv[slots].tolist()
 
     def _read_kv(self, slots: np.ndarray) -> list[int]:
-        return self.kv[slots].tolist()
+        """The prefixes whose KV it is."""
+        return [number % BEHIND if number >= 0 else UNWRITTEN for number in self._read_slots(slots)]
 
     # ---- processing its result ----
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from checked_scheduler import KV_SLOTS, CheckedScheduler
+from checked_scheduler import BEHIND, KV_SLOTS, CheckedScheduler
 from sglang.srt.managers import cache_controller
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
@@ -85,8 +85,8 @@ class TieredScheduler(CheckedScheduler):
     def settle(self) -> None:
         self.advance(None, None, None)
 
-    def _write_kv(self, slots: np.ndarray, path: list[int]) -> None:
-        new = dict(zip(slots.tolist(), path, strict=True))
+    def _write_kv(self, slots: np.ndarray, numbers: list[int]) -> None:
+        new = dict(zip(slots.tolist(), numbers, strict=True))
         self.in_flight |= new
         self.forward_stream.submit(functools.partial(self._forward_writes, new))
 
@@ -96,10 +96,10 @@ class TieredScheduler(CheckedScheduler):
         for slot in new:
             del self.in_flight[slot]
 
-    def _read_kv(self, slots: np.ndarray) -> list[int]:
+    def _read_slots(self, slots: np.ndarray) -> list[int]:
         """What is there once the forward stream has run; loads are left out."""
         first, *others = (
-            [self.in_flight.get(slot, buffer[slot]) for slot in slots.tolist()] for buffer in self.buffers
+            [int(self.in_flight.get(slot, buffer[slot])) for slot in slots.tolist()] for buffer in self.buffers
         )
         assert all(values == first for values in others), "layers disagree"
         return first
@@ -207,7 +207,7 @@ class TieredScheduler(CheckedScheduler):
             expected = torch.tensor(path, dtype=host.k_buffer.dtype).view(-1, 1)
             for buffer in (host.k_buffer, host.v_buffer):  # [slots, layers, 1, 1]
                 found = buffer[full.host_value].flatten(1)
-                assert (found == expected).all(), "a KV slot of the host is wrong"
+                assert (found % BEHIND == expected).all(), "a KV slot of the host is wrong"
 
     def _check_kv(self, reqs: list[Req]) -> None:
         super()._check_kv(reqs)
