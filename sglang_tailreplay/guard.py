@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 DECODE_GRAPHS = ("full", "disabled")
 PREFILL_GRAPHS = ("breakable", "disabled")
 # Sizes of prefill CUDA graphs. Up to 2048 tokens: passes over 8192 and more gain nothing from a graph (4B shape, H200),
-# in none are states saved inside, and the buffer in which they leave their hidden states has the size of the largest. SGLang's own sizes start at 4, and a pass may not be
-# less than half of its graph; the 2 is for the one token that is left of a prompt that is sent again.
+# in none are states saved inside, and the buffer in which they leave their hidden states has the size of the largest.
+# SGLang's own sizes start at 4, and a pass may not be less than half of its graph; the 2 is for the one token that is
+# left of a prompt that is sent again.
 PREFILL_GRAPH_SIZES = (
     *(2, *range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32)),
     *(*range(576, 1025, 64), *range(1280, 2049, 256)),
