@@ -208,10 +208,18 @@ class Planner:
         rows.boundary, rows.replayed = m, k
         rows.last_anchor = self._last_anchor(node, m)
         shrunk: Shrunk | None = getattr(req, "tail_replay_shrunk", None)
-        why = (shrunk.reason,) if shrunk else ()
-        told = Admission(m, k, shrunk.matched if shrunk else None, rows.anchored, start.kind, *why)
-        prompt = len(req.full_untruncated_fill_ids)
-        self.on_admission(dataclasses.replace(told, residual=start.residual, prompt=prompt))
+        self.on_admission(
+            Admission(
+                matched=m,
+                replayed=k,
+                shrunk_from=shrunk.matched if shrunk else None,
+                anchored=rows.anchored,
+                start=start.kind,
+                shrunk_by=shrunk.reason if shrunk else ROWS_MISSING,
+                residual=start.residual,
+                prompt=len(req.full_untruncated_fill_ids),
+            )
+        )
         req.tail_replay_sampled = m > 0 and has_plain_tokens(req) and self.is_sampled()
         if k == 0 and not rows.anchored:
             return None
