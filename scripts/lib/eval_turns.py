@@ -33,11 +33,11 @@ from arguments import model_config, names, numbers, settings
 from origin import origin
 from quality import drift, facts, turns, turns_report
 from quality.answers import AnswerFile, AnswersDiffer
-from quality.ask import Asker, ServerFailed, WrongBoundary
+from quality.ask import Asker
 from quality.codec import Codec, has_tokenizer
 from quality.drift import Way
 from quality.progress import Progress
-from quality.runs import PATIENCE, NotStarted, server
+from quality.runs import PATIENCE, NotStarted, server, twice
 from quality.turns import Conversation
 
 
@@ -114,23 +114,11 @@ class Talk:
     def _converse(self, asker: Asker, conversation: Conversation, way: Way, failed: list[int]) -> None:
         if failed[0] >= PATIENCE or time.monotonic() > self._until:
             return
-        error = self._twice(asker, conversation, way.variant)
+        error = twice(lambda: drift.converse(asker, conversation, way.variant, self.kept))
         with self._lock:
             failed[0] = failed[0] + 1 if error else 0
             self.errors += [f"{conversation.name} {way.variant}: {error}"] if error else []
         self._progress.step(f"{conversation.name} {way.variant}", failed=error is not None)
-
-    def _twice(self, asker: Asker, conversation: Conversation, variant: str) -> str | None:
-        """A full cache may have dropped a turn: once more, then it is an error."""
-        for attempt in range(2):
-            try:
-                return drift.converse(asker, conversation, variant, self.kept)
-            except WrongBoundary as error:
-                if attempt:
-                    return str(error)
-            except ServerFailed as error:
-                return str(error)
-        return None
 
 
 def conversations_of(options: argparse.Namespace, codec: Codec | None) -> list[Conversation]:

@@ -9,41 +9,30 @@ from cache_model import AnyToken, Checkpoints, LruPool, Pools, checkpoints
 from cache_model import simulate as serve_all
 from hypothesis import given
 from hypothesis import strategies as st
+from random_traces import traces
 from ttft_model import Tail, TtftModel, fit, queued
 
 SIZE = 4  # tokens of a block in these tests
 
 
-@st.composite
-def traces(draw) -> list[Request]:
-    """Prompts over a tree with few branches; a block's key is its path, as in real traces. Some have a short end."""
-    requests = []
-    for number in range(draw(st.integers(1, 12))):
-        path = draw(st.lists(st.integers(0, 1), min_size=1, max_size=6))
-        keys = [tuple(path[: i + 1]) for i in range(len(path))]
-        length = SIZE * len(path) - draw(st.integers(0, SIZE - 1))
-        requests.append(Request(float(number), blocks(keys, length, SIZE, number), draw(st.integers(0, 5))))
-    return requests
-
-
 pool_sizes = st.integers(0, 60)
 
 
-@given(traces(), pool_sizes, pool_sizes)
+@given(traces(SIZE, 6), pool_sizes, pool_sizes)
 def test_a_bigger_pool_never_serves_less(trace, one, other):
     small, big = sorted((one, other))
     few, many = (serve_all(trace, AnyToken(Pools(tokens))) for tokens in (small, big))
     assert all(a.hit <= b.hit for a, b in zip(few, many, strict=True))
 
 
-@given(traces(), pool_sizes, st.one_of(st.none(), st.integers(0, 8)), st.integers(1, 20))
+@given(traces(SIZE, 6), pool_sizes, st.one_of(st.none(), st.integers(0, 8)), st.integers(1, 20))
 def test_any_token_serves_at_least_what_checkpoints_do(trace, tokens, slots, chunk):
     any_token = serve_all(trace, AnyToken(Pools(tokens)))
     kept = serve_all(trace, Checkpoints(Pools(tokens, slots), chunk))
     assert all(a.hit >= b.hit and a.cached == b.cached for a, b in zip(any_token, kept, strict=True))
 
 
-@given(traces(), st.one_of(st.none(), pool_sizes), st.one_of(st.none(), st.integers(0, 8)), st.integers(1, 20))
+@given(traces(SIZE, 6), st.one_of(st.none(), pool_sizes), st.one_of(st.none(), st.integers(0, 8)), st.integers(1, 20))
 def test_nothing_is_made_or_lost(trace, tokens, slots, chunk):
     for policy in (AnyToken(Pools(tokens)), Checkpoints(Pools(tokens, slots), chunk)):
         for served, request in zip(serve_all(trace, policy), trace, strict=True):
@@ -56,7 +45,7 @@ def test_nothing_is_made_or_lost(trace, tokens, slots, chunk):
             assert state in policy.kv  # a state goes with its KV
 
 
-@given(traces())
+@given(traces(SIZE, 6))
 def test_without_limits_a_hit_is_the_longest_shared_prefix(trace):
     for number, served in enumerate(serve_all(trace, AnyToken(Pools(None)))):
         mine, longest = trace[number], 0

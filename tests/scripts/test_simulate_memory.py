@@ -7,30 +7,23 @@ import hit_model
 import pytest
 import simulate_memory
 from anchor_model import Anchored, Settings, Tiered
-from block_trace import Block, Request, blocks
+from block_trace import Block, Request
 from cache_model import AnyToken, Pools
 from equal_memory import Bytes, Held
 from hypothesis import given
 from hypothesis import strategies as st
+from random_traces import traces
 from ttft_model import Tail
 
 SIZE = 128
 
 
-@st.composite
-def traces(draw) -> list[Request]:
-    """Prompts over a tree with few branches; a block's key is its path. Some have a short end."""
-    requests = []
-    for number in range(draw(st.integers(1, 12))):
-        path = draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
-        keys = [tuple(path[: i + 1]) for i in range(len(path))]
-        length = SIZE * len(path) - draw(st.integers(0, SIZE - 1))
-        requests.append(Request(float(number), blocks(keys, length, SIZE, number), draw(st.integers(0, 5))))
-    return requests
-
-
 @given(
-    traces(), st.integers(0, 2000), st.integers(0, 6), st.sampled_from([0, 64, 128, 300]), st.sampled_from([128, 500])
+    traces(SIZE, 8),
+    st.integers(0, 2000),
+    st.integers(0, 6),
+    st.sampled_from([0, 64, 128, 300]),
+    st.sampled_from([128, 500]),
 )
 def test_states_change_how_a_hit_begins_and_never_what_it_is(trace, tokens, places, interval, chunk):
     policy = Anchored(tokens, places, Settings(interval, Tail(0.05, 16), chunk))

@@ -59,8 +59,7 @@ def run(
     expired: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """The jobs of one prompt one after the other, of many prompts at a time; none is begun once the run
-    has `expired`. An answer that was not served from its boundary is asked for once more (a full cache may have
-    dropped the prefix in between), and is an error then."""
+    has `expired`. An answer that was not served from its boundary is asked for `twice`."""
     outcome, in_a_row, lock, over = Outcome(), [0], threading.Lock(), threading.Event()
     progress.resume()
 
@@ -79,7 +78,7 @@ def run(
         for job in same:
             if over.is_set() or expired():
                 return
-            told(job, _ask_twice(job, cached, kept))
+            told(job, twice(lambda job=job: kept.add(cached.answer(job.cut, job.variant))))
 
     with ThreadPoolExecutor(concurrency) as pool:
         try:
@@ -99,11 +98,12 @@ def by_prompt(jobs: Sequence[Job]) -> list[list[Job]]:
     return list(found.values())
 
 
-def _ask_twice(job: Job, cached: Cached, kept: AnswerFile) -> str | None:
+def twice(ask: Callable[[], str | None]) -> str | None:
+    """What `ask` says is wrong, or why it failed; None: nothing. A full cache may have dropped what it builds on: once
+    more then, and if that is so again, it is an error."""
     for attempt in range(2):
         try:
-            kept.add(cached.answer(job.cut, job.variant))
-            return None
+            return ask()
         except WrongBoundary as error:
             if attempt:
                 return str(error)
