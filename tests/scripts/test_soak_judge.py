@@ -18,6 +18,7 @@ from soak.judge import (  # noqa: E402
     Outcome,
     Sample,
     Sent,
+    Tally,
     Text,
     comparable,
     compare,
@@ -115,6 +116,21 @@ def test_log_probabilities_are_held_to_the_bound(top, what):
     if not top:
         hit = changed(top=None)
     assert whats(compare(TURN, PROMPT, hit, COLD, 0.1)) == what
+
+
+def test_log_probabilities_that_sglang_loses_in_a_retraction_are_no_failure_and_prove_nothing():
+    lost = changed(top=GOOD.top[1:], retractions=1)
+    assert lost.first_lost and not comparable(TURN, lost)
+    tally = Tally()
+    tally.count_comparison(GOOD, changed(COLD, top=COLD.top[1:], retractions=1))
+    assert tally.compared == 0
+    assert whats(compare(TURN, PROMPT, GOOD, changed(COLD, top=COLD.top[1:], retractions=1), None)) == []
+    assert whats(compare(TURN, PROMPT, changed(tokens=(9,), top=()), COLD, None)) == ["nan"]  # it was not retracted
+
+
+def test_a_missing_log_probability_is_told_with_what_there_is():
+    (failure,) = compare(TURN, PROMPT, GOOD, changed(COLD, top=()), None)
+    assert "(cold: of 2 tokens 0 log-probabilities, first {}" in failure.text and "retracted 0 times" in failure.text
 
 
 def test_a_cold_answer_that_was_none_is_found():

@@ -39,6 +39,12 @@ class Outcome:
     top: tuple[dict[int, float], ...] | None = None
     chosen: tuple[float, ...] | None = None
 
+    @property
+    def first_lost(self) -> bool:
+        """SGLang 0.5.17, with or without tail replay, forgets the first token's log-probabilities of a request that is
+        retracted between its prefill and that token: its output streamer counts one of none as sent."""
+        return self.retractions > 0 and self.top is not None and len(self.top) == len(self.tokens) - 1
+
 
 class Sent:
     """Every text of earlier rounds since the last flush at a quiet moment: what a cache may know."""
@@ -140,8 +146,10 @@ def judge(request: Request, prompt: Sequence[int], outcome: Outcome, possible: i
 
 
 def comparable(request: Request, outcome: Outcome) -> bool:
-    """Whether a cold answer must be the same: nothing approximate lies behind it."""
-    return outcome.status == 200 and request.ratio == 1 and not outcome.generation and outcome.finish == "length"
+    """Whether a cold answer must be the same: nothing approximate lies behind it. What its log-probabilities belong to
+    must be known."""
+    exact = outcome.status == 200 and request.ratio == 1 and not outcome.generation and outcome.finish == "length"
+    return exact and not outcome.first_lost
 
 
 class Difference(NamedTuple):
@@ -160,15 +168,25 @@ def difference(hit: Outcome, cold: Outcome) -> Difference:
 
 
 def _first_logprobs(hit: Outcome, cold: Outcome) -> float:
-    if not hit.top or not cold.top:
+    if _fault_of_top(hit) or _fault_of_top(cold):
         return math.nan
     a, b = hit.top[0], cold.top[0]
-    if any(map(math.isnan, (*a.values(), *b.values()))):
-        return math.nan
     # A token that one of them does not list is at most as likely there as the last one that it lists.
     missing = [max(0.0, a[t] - min(b.values())) for t in a.keys() - b.keys()]
     missing += [max(0.0, b[t] - min(a.values())) for t in b.keys() - a.keys()]
     return max([abs(a[t] - b[t]) for t in a.keys() & b.keys()] + missing)
+
+
+def _fault_of_top(one: Outcome) -> str:
+    """What keeps the first new token's log-probabilities from being compared; empty: nothing."""
+    if one.top is None or not one.tokens:
+        return f"{'no tokens' if one.top is not None else 'no log-probabilities'}, ended by {one.finish or 'nothing'}"
+    first = one.top[0] if one.top else {}
+    if not first or any(map(math.isnan, first.values())):
+        chosen = one.chosen[:2] if one.chosen else one.chosen
+        texts = f"of {len(one.tokens)} tokens {len(one.top)} log-probabilities, first {first}, chosen {chosen}"
+        return f"{texts}, retracted {one.retractions} times"
+    return ""
 
 
 def _tie(hit: Outcome, cold: Outcome, at: int) -> bool:
@@ -182,7 +200,8 @@ def _tie(hit: Outcome, cold: Outcome, at: int) -> bool:
 def compare(
     request: Request, prompt: Sequence[int], hit: Outcome, cold: Outcome, bound: float | None
 ) -> Iterator[Failure]:
-    """Failures of an answer beside the cold one. With a bound log-probabilities are compared, without one tokens."""
+    """Failures of an answer beside the cold one. With a bound log-probabilities are compared, without one tokens. None
+    where the cold answer lost its first token's."""
 
     def failure(what: str, text: str) -> Failure:
         cached = f"{request.kind} of {len(prompt)} tokens, {hit.cached} cached"
@@ -193,9 +212,12 @@ def compare(
         return
     if cold.cached:
         yield failure("not-isolated", f"{cold.cached} tokens from the cache under an extra_key of its own")
+    if cold.first_lost:
+        return
     found = difference(hit, cold)
     if math.isnan(found.logprob):
-        yield failure("nan", "a log-probability is missing or not a number")
+        faults = " and ".join(f"{n}: {f}" for n, o in (("it", hit), ("cold", cold)) if (f := _fault_of_top(o)))
+        yield failure("nan", f"a log-probability is missing or not a number ({faults})")
     elif bound is not None and found.logprob > bound:
         yield failure("wrong-logprob", f"differs by {found.logprob:.3g} from the cold answer, bound {bound:.3g}")
     elif bound is None and found.token is not None and not found.tie:
@@ -240,6 +262,7 @@ class Tally:
     compared_hits: int = 0
     ties: int = 0
     retractions: int = 0
+    first_lost: int = 0
     cached_tokens: int = 0
     worst_logprob: float = 0.0
 
@@ -248,10 +271,13 @@ class Tally:
         ends = self.outcomes.setdefault(kind, {})
         ends[end] = ends.get(end, 0) + 1
         self.seconds.setdefault(kind, []).append(outcome.seconds)
+        self.first_lost += outcome.first_lost
         self.retractions += outcome.retractions
         self.cached_tokens += outcome.cached
 
     def count_comparison(self, hit: Outcome, cold: Outcome) -> None:
+        if cold.first_lost:
+            return
         self.compared += 1
         self.compared_hits += hit.cached > 0
         found = difference(hit, cold)
@@ -275,5 +301,6 @@ class Tally:
             "ties": self.ties,
             "worst_logprob_difference": self.worst_logprob,
             "retractions": self.retractions,
+            "first_logprob_lost_by_sglang": self.first_lost,
             "cached_tokens": self.cached_tokens,
         }
