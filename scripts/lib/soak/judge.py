@@ -42,7 +42,8 @@ class Outcome:
     @property
     def first_lost(self) -> bool:
         """SGLang 0.5.17, with or without tail replay, forgets the first token's log-probabilities of a request that is
-        retracted between its prefill and that token: its output streamer counts one of none as sent."""
+        retracted between its prefill and that token: its output streamer counts one of none as sent. Mended by SGLang's
+        pull request 26510."""
         return self.retractions > 0 and self.top is not None and len(self.top) == len(self.tokens) - 1
 
 
