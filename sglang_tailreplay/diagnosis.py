@@ -6,14 +6,13 @@ Nothing here allocates device memory or reads weights.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_tailreplay import compat, guard
 from sglang_tailreplay.errors import Refused, TailReplayError
-from sglang_tailreplay.plugin import DISABLE
+from sglang_tailreplay.plugin import DISABLED, is_disabled
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 OLDEST_CAPABILITY = (8, 0)  # bfloat16 matrix products in Triton kernels
@@ -59,8 +58,8 @@ def versions() -> Iterator[Finding]:
         check_entry_point()
     except TailReplayError as error:
         yield Finding(PROBLEM, str(error))
-    if os.environ.get(DISABLE) == "1":
-        yield Finding(PROBLEM, f"{DISABLE}=1 keeps the plugin from registering: unset it")
+    if is_disabled():
+        yield Finding(PROBLEM, DISABLED)
 
 
 def device(found: Device) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ class Report:
     model: str
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
+    examined: bool = True  # False for stock SGLang
     remedy: str | None = None  # a command that was found to start, where this one does not
 
     def add(self, findings: Iterable[Finding]) -> None:
@@ -44,10 +45,15 @@ class Report:
         return sum(finding.level == PROBLEM for finding in self.findings)
 
     @property
+    def starts(self) -> bool | None:
+        """None: nobody knows."""
+        return False if self.problems else True if self.examined else None
+
+    @property
     def verdict(self) -> str:
         if self.problems:
             return f"It would NOT start: {self.problems} problem{'s' if self.problems > 1 else ''}."
-        return "It would start."
+        return "It would start." if self.examined else "Whether it would start was not examined."
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -73,7 +79,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def examine(options: argparse.Namespace, flags: list[str]) -> Report:
     report = Report(options.model_path)
     found = diagnosis.find_device()
-    report.add(diagnosis.device(found))
+    if options.assume_gpu_gb is None:
+        report.add(diagnosis.device(found))
     try:
         arguments = launch_server.prepare(flags)
     except TailReplayError as error:
@@ -83,7 +90,8 @@ def examine(options: argparse.Namespace, flags: list[str]) -> Report:
         flags = launch_server.without_settings(flags)
         arguments = launch_server.prepare(flags)
     if BACKEND not in arguments:
-        report.add([Finding(NOTE, "--tail-replay-mode off is stock SGLang: nothing here is checked for it")])
+        report.add([Finding(NOTE, "--tail-replay-mode off is stock SGLang, which is not examined here")])
+        report.examined = False
         return report
     report.add(diagnosis.versions())
     folder = list(diagnosis.model_folder(options.model_path))
@@ -164,6 +172,6 @@ def main(argv: Sequence[str]) -> int:
     report = examine(options, flags)
     if report.problems:
         report.remedy = find_remedy(report, options, flags, settings)
-    print(json.dumps({**asdict(report), "starts": not report.problems}) if options.json else text(report))
+    print(json.dumps({**asdict(report), "starts": report.starts}) if options.json else text(report))
     sys.stdout.flush()
     return 1 if report.problems else 0

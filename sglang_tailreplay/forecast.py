@@ -308,4 +308,15 @@ def costs(outlook: Outlook, machine: Speeds) -> list[tuple[str, str]]:
                 f"beside it, new tokens {suffix:.1f}); a cold prefill {cold:.1f} ms",
             )
         )
+    if config.anchor_interval and config.mode == "replay":
+        rows.append(("from a saved state", _from_a_state(config, shape, machine)))
     return rows
+
+
+def _from_a_state(config: TailReplayConfig, shape: Shape, machine: Speeds) -> str:
+    """Boundaries lie anywhere between states that are an interval apart, but where an end of a request left one."""
+    from sglang_tailreplay.scheduling import REACH
+
+    mean, most = config.anchor_interval // 2, REACH * config.anchor_interval
+    mean_ms, most_ms = (shape.replay_flops(tail, config.skip) / machine.tflops / 1e9 for tail in (mean, most))
+    return f"replay of {mean:,} tokens in the mean {mean_ms:.1f} ms, of {most:,} at most {most_ms:.1f}, not of a tail"

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_tailreplay import calibration, config, cpu
 from sglang_tailreplay.errors import Parser, Refused, TailReplayError
+from sglang_tailreplay.plugin import DISABLED, is_disabled
 from sglang_tailreplay.row_store import free_host_bytes
 
 
@@ -101,7 +102,10 @@ def prepare(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> None:
     try:
         check_entry_point()
-        _launch(prepare(argv))
+        arguments = prepare(argv)
+        if config.BACKEND in arguments and is_disabled():  # SGLang would say so after it has loaded the model
+            raise TailReplayError(f"{DISABLED}, or give --tail-replay-mode off")
+        _launch(arguments)
     except TailReplayError as error:
         more = len(error.problems) - 1 if isinstance(error, Refused) else 0
         if more:

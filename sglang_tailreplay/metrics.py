@@ -15,6 +15,7 @@ from sglang_tailreplay.replay_rule import EXACT, KINDS
 from sglang_tailreplay.scheduling import Admission
 from sglang_tailreplay.verification import Agreement
 
+REQUESTS = ("cold", "replayed", "anchored", "seeded", "zero")  # see _kind
 SHRUNK = ({"reason": ROWS_MISSING}, {"reason": GENERATION}, {"reason": RESIDUAL})
 RESIDUAL_BUCKETS = (0, 1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 1)
 KL_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
@@ -63,6 +64,8 @@ class Metrics:
             metric.labels(**self._labels, **labels)
         for kind in KINDS:
             self._hits.labels(**self._labels, start=kind)
+        for kind in REQUESTS:
+            self._requests.labels(**self._labels, kind=kind)
 
     def admitted(self, admission: Admission) -> None:
         self._requests.labels(**self._labels, kind=_kind(admission)).inc()

@@ -11,6 +11,11 @@ from sglang_tailreplay.errors import TailReplayError
 
 logger = logging.getLogger(__name__)
 DISABLE = "TAILREPLAY_DISABLE"
+DISABLED = f"{DISABLE}=1 keeps the plugin from registering: unset it"
+
+
+def is_disabled() -> bool:
+    return os.environ.get(DISABLE) == "1"
 
 
 def register() -> None:
@@ -27,7 +32,7 @@ def register() -> None:
         from sglang_tailreplay.cpu import hooks as cpu_hooks
 
         cpu_hooks.register()
-    if os.environ.get(DISABLE) == "1" or BACKEND in registry.registered_radix_cache_backends():
+    if is_disabled() or BACKEND in registry.registered_radix_cache_backends():
         return
     registry.register_radix_cache_backend(BACKEND, _create_cache)
     _register_models()

@@ -42,7 +42,7 @@ from arguments import add_common, model_config, model_folder, model_plugins, nam
 from bench_plan import BenchPlan, Estimates, Kind, Sizes
 from engine_process import Limits
 from measure import ENGINE_ARGS
-from origin import origin
+from origin import need_gpu, origin
 
 from sglang_tailreplay import speed
 from sglang_tailreplay.cost import Speeds
@@ -179,7 +179,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's group is killed too
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
     head = {"tool": "bench_ttft", **origin("scripts/bench_ttft", options), "sizes": sizes_of(options).__dict__}
-    if not chosen:  # nothing is measured here
+    if chosen:
+        need_gpu(head["machine"])
+    else:  # nothing is measured here
         head["machine"] = json.loads(options.add[0].read_text())["machine"]
     began, engines = time.monotonic(), added(options.add, head)
     config, speeds = model_config(model_folder(options)), speeds_of(options)

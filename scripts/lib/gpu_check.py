@@ -29,7 +29,7 @@ from arguments import CHECKOUT, add_common, model_config, model_folder, model_pl
 from arguments import settings as settings_of
 from engine_process import Limits
 from measure import EnginePlan, Sizes
-from origin import origin
+from origin import need_gpu, origin
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -122,6 +122,7 @@ def main() -> int:
     options.out.resolve().parent.mkdir(parents=True, exist_ok=True)
     began, engines = time.monotonic(), {}
     head = {**origin("scripts/gpu_check", options), "sizes": sizes_of(options).__dict__}
+    need_gpu(head["machine"])
     unit = run_unit(options.unit_seconds) if options.unit else None
     for plan in chosen:
         limits = Limits(options.start_limit, options.engine_seconds, options.total_seconds - (time.monotonic() - began))

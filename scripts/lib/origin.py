@@ -35,6 +35,12 @@ def gpus() -> list[str]:
     return told.splitlines() if told else []
 
 
+def need_gpu(machine: dict[str, Any]) -> None:
+    """SystemExit on a machine without one, before an engine fails for it."""
+    if not machine["gpus"]:
+        raise SystemExit("error: nvidia-smi finds no GPU here; --dry-run says what would run on one")
+
+
 def _torch_cuda() -> str | None:
     try:
         import torch

@@ -240,6 +240,21 @@ def test_the_launcher_prints_one_line_for_a_bad_setting(monkeypatch, capsys):
     assert stop.value.code == 2 and printed.startswith("error: ") and printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("mode", ["replay", "off"])
+def test_a_disabled_plugin_stops_the_start_before_a_model_is_loaded_unless_it_is_off(monkeypatch, capsys, mode):
+    monkeypatch.setenv("TAILREPLAY_DISABLE", "1")
+    launched = []
+    monkeypatch.setattr(launch_server, "_launch", launched.append)
+    monkeypatch.setattr(launch_server, "prepare", lambda argv: launch_server.translate(argv, {}))
+    if mode == "off":
+        launch_server.main(["--model-path", "m", "--tail-replay-mode", "off"])
+        assert launched == [["--model-path", "m"]]
+        return
+    with pytest.raises(SystemExit):
+        launch_server.main(["--model-path", "m"])
+    assert launched == [] and "TAILREPLAY_DISABLE=1" in capsys.readouterr().err
+
+
 def test_an_environment_that_leaves_the_plugin_out_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", "other, tailreplay")
     launch_server.check_entry_point()

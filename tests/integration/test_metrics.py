@@ -7,7 +7,7 @@ import prometheus_client
 import pytest
 import torch
 
-from sglang_tailreplay.metrics import SECONDS_BUCKETS, Metrics, Stopwatch
+from sglang_tailreplay.metrics import REQUESTS, SECONDS_BUCKETS, Metrics, Stopwatch
 from sglang_tailreplay.radix.boundary import GENERATION, RESIDUAL, ROWS_MISSING
 from sglang_tailreplay.scheduling import Admission
 from sglang_tailreplay.verification import Agreement
@@ -92,8 +92,8 @@ def test_an_admission_counts(admission, kind, shrunk, registry):
     metrics.admitted(admission)
     metrics.admitted(admission)
     found = samples(registry)
-    assert [name for name in found if name[0].endswith("requests_total")] == [key("requests_total", kind=kind)]
-    assert found[key("requests_total", kind=kind)] == 2
+    counted = {other: found[key("requests_total", kind=other)] for other in REQUESTS}
+    assert counted == {other: 2 * (other == kind) for other in REQUESTS}
     assert found[key("matched_tokens_total")] == 2 * admission.matched
     assert found[key("replayed_tokens_total")] == 2 * admission.replayed
     for reason in (ROWS_MISSING, GENERATION, RESIDUAL):

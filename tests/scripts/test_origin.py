@@ -19,3 +19,11 @@ import pytest
 def test_a_commit_is_clean_only_where_git_says_so(monkeypatch, given, head, changed, expected):
     monkeypatch.setattr(origin, "first_output", lambda *command: head if "rev-parse" in command else changed)
     assert origin.commit_of(Namespace(commit=given)) == expected
+
+
+def test_a_machine_without_a_gpu_is_told_before_an_engine_fails(monkeypatch):
+    monkeypatch.setattr(origin, "first_output", lambda *command: None)
+    with pytest.raises(SystemExit, match="no GPU"):
+        origin.need_gpu(origin.machine())
+    monkeypatch.setattr(origin, "first_output", lambda *command: "NVIDIA H200, 580.159.04, 143771 MiB")
+    origin.need_gpu(origin.machine())
