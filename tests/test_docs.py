@@ -156,3 +156,18 @@ def test_programs_and_files_that_pages_name_exist():
         named = [ROOT / name for name in re.findall(r"`((?:scripts|tests|docs|sglang_tailreplay)/[\w./-]+)`", text)]
         missing += [f"{page.name}: {path}" for path in [*links, *named] if not path.exists()]
     assert missing == []
+
+
+def slug(heading: str) -> str:
+    """What GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def test_headings_that_pages_link_to_exist():
+    missing = []
+    for page in PAGES:
+        for link, heading in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+            target = page.parent / link if link else page
+            if heading not in map(slug, re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE)):
+                missing.append(f"{page.name}: {link}#{heading}")
+    assert missing == []
