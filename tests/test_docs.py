@@ -28,7 +28,7 @@ ELSEWHERE = {
     "sglang.Engine(": "tests/serving/test_operation.py",
     "curl localhost:30000/v1/chat/completions": "tests/serving/test_readme.py",
     "curl -s localhost:30000/metrics": "tests/serving/test_readme.py",
-    ".venv/bin/python scripts/soak": "tests/serving/test_soak.py",
+    "scripts/soak": "tests/serving/test_soak.py",
     "sglang-tailreplay doctor": "tests/integration/test_doctor.py",
     "sglang-tailreplay calibrate": "tests/serving/test_calibrate.py",
     "sglang-tailreplay serve": "tests/calibrate/test_file.py",
