@@ -123,5 +123,5 @@ def _register(driver: Driver, base: int, size: int, most: int) -> list[int]:
 def _refused(size: int, done: int, reason: str) -> PinningError:
     return PinningError(
         f"cannot pin {size / GIB:.2f} GiB of host memory ({done / GIB:.2f} GiB went well, then {reason}): "
-        "ask for a smaller row store, or raise the memory limit of the container and `ulimit -l`"
+        "ask for less, or raise the memory limit of the container and `ulimit -l`"
     )

@@ -61,7 +61,7 @@ def test_close_unregisters_once(small_slices):
 
 def test_a_refusal_names_the_size_and_leaves_nothing(small_slices):
     driver = FakeDriver(fail_at=3)
-    with pytest.raises(PinningError, match=r"cannot pin 0\.\d\d GiB .*CUDA error 2.*smaller row store"):
+    with pytest.raises(PinningError, match=r"cannot pin 0\.\d\d GiB .*CUDA error 2.*ask for less"):
         pinned_empty((4096, 4096), torch.float32, driver)
     assert driver.registered == {}
 
