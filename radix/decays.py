@@ -111,13 +111,25 @@ class Decays:
         return np.zeros(self._sums.shape[1], dtype=np.float32)
 
     def _runs(self, ids: np.ndarray) -> Iterator[_Run]:
-        """The runs that the tokens lie in, the last first. A token that is not known is one of its own."""
+        """The runs that the tokens lie in, the last first. Neighbours that are not known are one of their own: a pass
+        whose sums are on their way may be thousands of them."""
         end = len(ids)
         while end > 0:
             row = ids[end - 1]
-            run = _Run(end - 1 - int(self._steps[row]) if self.known(row) else end - 1, end)
-            yield run
-            end = run.begin
+            begin = end - 1 - int(self._steps[row]) if self.known(row) else self._unknown_from(ids, end)
+            yield _Run(begin, end)
+            end = begin
+
+    def _unknown_from(self, ids: np.ndarray, end: int) -> int:
+        """Where the tokens before `end` begin of which none is known."""
+        look = RUN
+        while True:
+            begin = max(end - look, 0)
+            rows = ids[begin:end]
+            there = np.flatnonzero((rows != NO_ROW) & (self._ticket[rows] <= self._arrived))
+            if len(there) or begin == 0:
+                return begin + int(there[-1]) + 1 if len(there) else 0
+            look *= 4
 
     def _batches(self, ids: np.ndarray, first: int) -> Iterator[list[_Run]]:
         """The runs that have tokens from `first` on."""

@@ -129,6 +129,19 @@ def test_begins_of_runs():
     assert prefix.decays.begins(prefix.ids[8:], 9) == [4]  # the run before begins earlier
 
 
+def test_tokens_whose_sums_are_on_their_way_are_passed_over_at_once():
+    """One by one, the 16 runs that a match tries would all be single tokens of the last pass, and it would look at each
+    of thousands of them for each."""
+    prefix = Prefix(6, [5, 7, *[60] * 50])
+    prefix.decays.given_out(prefix.ids[12:])
+    assert prefix.decays.begins(prefix.ids, 9) == [12, 5]
+    assert prefix.decays.begins(prefix.ids[8:], 9) == [4]
+    holes = prefix.ids.copy()
+    holes[[3, *range(8, 30)]] = NO_ROW
+    assert prefix.decays.begins(holes, 9) == [8, 5]  # the sums of token 4 cover token 3
+    assert prefix.decays.begins(prefix.ids[12:], 9) == []
+
+
 def test_broken_sums_are_found():
     prefix = Prefix(5, [6])
     prefix.decays.check_invariants()
