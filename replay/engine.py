@@ -51,7 +51,7 @@ class ReplayEngine:
     def run(self, launches: Sequence[Launch], slots: torch.Tensor, inputs: Inputs) -> None:
         """Replays the launches of `plan`; hit i's states are those of slot slots[i].
 
-        `slots` is [hits] int32 on the model's device, no slot twice; on the current stream the owner has zeroed their
+        `slots` is [hits], integers on the device, no slot twice; on the current stream the owner has zeroed their
         recurrent states, or put the states there that the tails continue. `inputs(number, launch)` gives h
         [launch.tokens, d] for the group of that number, the rows of the launch's pieces one after another, to be
         overwritten; it is the place where the caller waits for the fetched rows. It is called launch by launch, and

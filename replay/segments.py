@@ -50,7 +50,7 @@ class SegmentTable:
         self.load(Launch(()), torch.empty(0, dtype=torch.int32, device=device))
 
     def load(self, launch: Launch, slots: Tensor) -> None:
-        """Describe the launch; `slots` [hits] int32 has the slot of every hit. On the current stream; never waits."""
+        """Describe the launch; `slots` [hits] integers: the slot of every hit. On the current stream; never waits."""
         packed = torch.from_numpy(describe(launch, self.segments, self.chunks))
         pinned = self._packed.is_cuda
         # From pageable memory the copy would wait for the stream.

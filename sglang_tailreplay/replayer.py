@@ -54,7 +54,7 @@ class Replayer:
 
     @torch.no_grad()
     def run(self, hits: Sequence[Hit], slots: torch.Tensor) -> None:
-        """Rebuild every hit's states in slots [hits] int32, which were zeroed on the current stream.
+        """Rebuild every hit's states in slots [hits], see `slots_of`, which were zeroed on the current stream.
 
         `wait` must follow before anything on the current stream reads them.
         """
@@ -190,8 +190,8 @@ class _Inputs:
 
 
 def slots_of(hits: Sequence[Hit]) -> torch.Tensor:
-    """State slots [hits] int32."""
-    return torch.stack([hit.slot for hit in hits]).to(torch.int32) if hits else torch.empty(0, dtype=torch.int32)
+    """State slots [hits], in SGLang's own integers: what reads them converts them in the copy that it makes anyway."""
+    return torch.stack([hit.slot for hit in hits]) if hits else torch.empty(0, dtype=torch.int64)
 
 
 def _gather(launch: Launch, per_hit: Sequence[np.ndarray]) -> np.ndarray:

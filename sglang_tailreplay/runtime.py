@@ -318,15 +318,19 @@ class Runtime:
         with compat.stream_of_passes(self._model_runner):
             if self.anchors is not None:
                 self.anchors.pass_begins()  # a slot may be that of a request whose last state is still to be saved
-            compat.clear_states(self._model_runner, torch.stack([hit.slot for hit in hits]))
-            self.replay(hits)
+            slots = slots_of(hits)
+            compat.clear_states(self._model_runner, slots)
+            self._replay(hits, slots)
         return True
 
     def replay(self, hits: tuple[Hit, ...]) -> None:
         """Rebuild the states of a prefill batch's hits; their slots were cleared on the current stream."""
         if hits and self._replayer is not None:
-            self.capture.flush()
-            self._replayer.run(hits, slots_of(hits))
+            self._replay(hits, slots_of(hits))
+
+    def _replay(self, hits: tuple[Hit, ...], slots: torch.Tensor) -> None:
+        self.capture.flush()
+        self._replayer.run(hits, slots)
 
     # ---- reporting ----
 

@@ -14,7 +14,7 @@ from sglang_tailreplay.anchor_codec import LOSS
 from sglang_tailreplay.anchor_store import GIB, AnchorStore, anchor_bytes, choose_anchors
 from sglang_tailreplay.cuda_streams.recording import RaceError, RecordingLanes
 from sglang_tailreplay.errors import TailReplayError
-from sglang_tailreplay.replayer import Replayer
+from sglang_tailreplay.replayer import Replayer, slots_of
 from sglang_tailreplay.step import Hit, Take
 
 LAYERS, SLOTS, PLACES = 3, 6, 4
@@ -193,7 +193,7 @@ def hit(slot, rows, anchor=None):
 
 
 def run(replayer, hits):
-    slots = torch.stack([hit.slot for hit in hits]).to(torch.int32)
+    slots = slots_of(hits)
     replayer.lanes.forward.writes(slots, *replayer.anchors._pool)
     replayer.run(hits, slots)
     replayer.wait()

@@ -53,7 +53,7 @@ class Serving:
         self.order = []  # ("fetch", row, tokens), ("replay", layer, tokens), ("embed", token ids)
         self.inputs = {}  # first layer of a group -> what its launches read
         self.states = torch.zeros(SLOTS)
-        self.slots = torch.zeros(0, dtype=torch.int32)
+        self.slots = torch.zeros(0, dtype=torch.int64)
         self.groups = find_groups(kinds)
         stored = sum(group.source != EMBEDDING for group in self.groups)
         self.rows = torch.arange(stored * R * D, dtype=torch.float32).reshape(stored, R, D)
@@ -92,7 +92,7 @@ class Serving:
             Hit(f"r{i}", torch.tensor(i), shuffled[begin:end].astype(np.int64), np.arange(begin, end) + 500)
             for i, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False))
         ]
-        self.slots = torch.arange(len(tails), dtype=torch.int32)
+        self.slots = torch.arange(len(tails))
         if isinstance(self.lanes, RecordingLanes):
             self.lanes.forward.writes(self.slots, self.states)  # clears the slots
         self.replayer.run(hits, self.slots)
