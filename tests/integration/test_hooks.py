@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_tailreplay import compat, guard, hooks, runtime, state_slots
 from sglang_tailreplay.errors import TailReplayError
@@ -312,8 +313,14 @@ def test_hits_are_replayed_once_and_a_pass_that_skips_them_is_an_error(state):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_hits_are_replayed_ahead_of_their_pass_or_within_it(ahead, state):
-    reqs = [SimpleNamespace(rid=rid, mamba_needs_clear=rid != "chunk") for rid in ("hit", "cold", "chunk")]
-    planned = step(3, SimpleNamespace(rid="hit"))
+    # A client's two processes may have named two requests alike.
+    kinds = {"hit": "a", "cold": "a", "chunk": "b"}
+    slots = {kind: torch.tensor(i) for i, kind in enumerate(kinds)}
+    reqs = [
+        SimpleNamespace(rid=rid, mamba_pool_idx=slots[kind], mamba_needs_clear=kind != "chunk")
+        for kind, rid in kinds.items()
+    ]
+    planned = step(3, SimpleNamespace(rid="a", slot=slots["hit"]))
     state.planner = SimpleNamespace(plan_extend=lambda planned_for: planned)
     state.replay_ahead = lambda hits: ahead and hits == planned.hits
     batch = SimpleNamespace()
