@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sglang_tailreplay import compat, guard, runtime, scheduling, state_slots
+from sglang_tailreplay import compat, guard, request_settings, runtime, scheduling, state_slots
 from sglang_tailreplay import step as steps
 from sglang_tailreplay.errors import TailReplayError
 
@@ -72,9 +72,9 @@ def check_request(result: Any, tokenizer_manager: Any, obj: Any, input_ids: Any,
     if guard.is_active(tokenizer_manager.server_args):
         params = getattr(obj, "sampling_params", None)
         if isinstance(params, dict):
-            scheduling.check_request(params.get("custom_params"))
+            request_settings.check(params.get("custom_params"))
         if getattr(obj, "input_ids", None) is not None:
-            scheduling.check_tokens(input_ids)
+            request_settings.check_tokens(input_ids)
 
 
 def start_scheduler(original: Callable, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,22 +10,20 @@ The replay begins at zero, or at an anchor: the state after m-k tokens, saved on
 from __future__ import annotations
 
 import dataclasses
-import logging
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from sglang_tailreplay import reuse_limit
-from sglang_tailreplay.config import TailReplayConfig, check_ratio
-from sglang_tailreplay.errors import TailReplayError
+from sglang_tailreplay.config import TailReplayConfig
 from sglang_tailreplay.pass_anchors import Keep, positions_inside
 from sglang_tailreplay.radix.boundary import ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, no_rows
 from sglang_tailreplay.replay.segments import CHUNK
 from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.replay_rule import EXACT, ZERO, Begin, begin
+from sglang_tailreplay.request_settings import limit_of, ratio_of
 from sglang_tailreplay.residual import Prefix, ResidualBound
 from sglang_tailreplay.step import Hit, Sample, Step, Take, Tokens
 
@@ -36,11 +34,8 @@ if TYPE_CHECKING:
     from sglang_tailreplay.radix.component import Tail
     from sglang_tailreplay.radix.tree import TailReplayCache
 
-logger = logging.getLogger(__name__)
-RATIO_PARAM = "tail_replay_ratio"  # key of a request's sampling_params.custom_params
 REACH = 2  # intervals that a replay from an anchor may span, if a tail from zero would be shorter
 END_SHARE = 4  # at a request's end, where its next turn begins, an anchor may lie so many times nearer than an interval
-_CUSTOM_PARAMS = "in the request's sampling_params.custom_params"
 
 
 class Saved(Protocol):
@@ -78,38 +73,6 @@ class Admission:
     shrunk_by: str = ROWS_MISSING  # or another reason of radix.boundary, if it was
     residual: float | None = None  # of a hit; None where nobody asks
     prompt: int = 0  # tokens
-
-
-def ratio_of(req: Req, config: TailReplayConfig) -> float:
-    """The request's own replay ratio, if it brings one, else the server's."""
-    params = req.sampling_params.custom_params if req.sampling_params is not None else None
-    try:
-        own = check_request(params)
-    except TailReplayError as error:
-        # It came past the check at the entrance: a tokenizer worker of its own loads no plugins. No request may end
-        # the server.
-        logger.warning("tail_replay: request %s is served with the server's ratio: %s", req.rid, error)
-        own = None
-    return config.ratio if own is None else own
-
-
-def check_request(custom_params: object) -> float | None:
-    """The replay ratio that a request brings, None without one; TailReplayError if it or its limit is none.
-
-    Called where a request enters the server, so that the client learns of it.
-    """
-    reuse_limit.check(custom_params)
-    if isinstance(custom_params, dict) and RATIO_PARAM in custom_params:
-        return check_ratio(custom_params[RATIO_PARAM], RATIO_PARAM, _CUSTOM_PARAMS)
-    return None
-
-
-def check_tokens(ids: Sequence[int]) -> None:
-    """TailReplayError for token ids that no prompt has; called where check_request is."""
-    if len(ids) == 0:
-        raise TailReplayError("input_ids: a prompt needs at least one token")
-    if min(ids) < 0:
-        raise TailReplayError(f"input_ids: {min(ids)} is no token")
 
 
 def has_plain_tokens(req: Req) -> bool:
@@ -152,7 +115,7 @@ class Planner:
         self.cache = cache
         cache.may_reuse = may_reuse
         cache.tail_length_of = self.tail_length_of
-        cache.limit_of = reuse_limit.of
+        cache.limit_of = limit_of
         cache.max_generation = self.config.max_generation
         cache.within_bound = self.within_bound if self.bound is not None else None
         cache.rows.before_finish = self.before_finish

@@ -15,7 +15,7 @@ from sglang_tailreplay import compat, guard, hooks, runtime, state_slots
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.hooks import ENTRY, SERVING, Hook
 from sglang_tailreplay.radix.rows import RequestRows
-from sglang_tailreplay.scheduling import RATIO_PARAM
+from sglang_tailreplay.request_settings import RATIO_PARAM
 from sglang_tailreplay.step import Step
 
 TABLE = ENTRY + SERVING

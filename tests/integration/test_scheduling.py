@@ -8,22 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_tailreplay import reuse_limit
 from sglang_tailreplay.config import TailReplayConfig
-from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.pass_anchors import Keep
 from sglang_tailreplay.radix.boundary import GENERATION, ROWS_MISSING, Shrunk
 from sglang_tailreplay.radix.decays import Decays
 from sglang_tailreplay.radix.rows import NO_ROW, Anchor, RequestRows, RowPool, no_rows
+from sglang_tailreplay.request_settings import RATIO_PARAM
 from sglang_tailreplay.residual import ResidualBound
 from sglang_tailreplay.scheduling import (
-    RATIO_PARAM,
     Admission,
     Planner,
-    check_request,
     has_plain_tokens,
     mark_internal,
-    ratio_of,
     report,
 )
 from sglang_tailreplay.step import Hit, Sample, Step, mix
@@ -287,47 +283,6 @@ def test_mixing_with_nothing_changes_nothing():
     prefill = step(4, 5)
     assert mix(prefill, None) is prefill
     assert mix(None, step(1)) is None and mix(None, None) is None
-
-
-# ---- a request's own ratio ----
-
-
-def test_a_request_may_bring_its_ratio():
-    config = TailReplayConfig(ratio=0.1)
-    assert ratio_of(request(0, 1, ratio=0.5), config) == 0.5
-    for params in (None, {}, {"other": 1}, "text"):
-        assert ratio_of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)), config) == 0.1
-        check_request(params)
-    assert ratio_of(SimpleNamespace(sampling_params=None), config) == 0.1
-    check_request({RATIO_PARAM: 1})
-
-
-def test_a_request_may_limit_what_it_takes_from_the_cache():
-    def of(params):
-        return reuse_limit.of(SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params)))
-
-    assert planner().cache.limit_of is reuse_limit.of
-    assert of({reuse_limit.LIMIT_PARAM: 0}) == 0 and of({reuse_limit.LIMIT_PARAM: 9, "other": 1}) == 9
-    assert [of(params) for params in (None, {}, "text", {reuse_limit.LIMIT_PARAM: -1})] == [None] * 4
-    for bad in (-1, 0.5, True, None, "9"):
-        with pytest.raises(TailReplayError, match="tail_replay_max_matched=.*custom_params"):
-            check_request({reuse_limit.LIMIT_PARAM: bad})
-
-
-@pytest.mark.parametrize("ratio", [0, -1, 1.5, "0.5", None, True, float("nan"), [1]])
-def test_a_bad_ratio_is_refused_where_the_request_enters(ratio):
-    with pytest.raises(TailReplayError) as error:
-        check_request({RATIO_PARAM: ratio})
-    message = str(error.value)
-    assert message.startswith(f"tail_replay_ratio={ratio!r}: ") and "custom_params" in message
-    assert "--tail-replay" not in message and "\n" not in message  # a client has no flags
-
-
-@pytest.mark.parametrize("ratio", [0, 1.5, "0.5"])
-def test_a_bad_ratio_that_came_past_the_check_does_not_end_the_server(ratio, caplog):
-    params = SimpleNamespace(custom_params={RATIO_PARAM: ratio})
-    assert ratio_of(SimpleNamespace(rid="r", sampling_params=params), TailReplayConfig(ratio=0.25)) == 0.25
-    assert "request r is served with the server's ratio" in caplog.text
 
 
 # ---- report ----

@@ -37,8 +37,9 @@ from sglang_tailreplay.radix.rows import NO_ROW, RowPool
 from sglang_tailreplay.radix.tree import TailReplayCache
 from sglang_tailreplay.replay.tail import tail_length
 from sglang_tailreplay.replay_rule import EXACT, SEEDED, ZERO
+from sglang_tailreplay.request_settings import RATIO_PARAM
 from sglang_tailreplay.residual import ResidualBound
-from sglang_tailreplay.scheduling import RATIO_PARAM, REACH, Admission, Planner, report
+from sglang_tailreplay.scheduling import REACH, Admission, Planner, report
 from sglang_tailreplay.step import Step, Take, mix
 
 KV_SLOTS = 96

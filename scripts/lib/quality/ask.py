@@ -1,7 +1,7 @@
 """Puts prompts into a server's cache, asks them again, and checks that the answer came from exactly the wanted prefix.
 
     cold    the whole prompt, in a name space of its own in SGLang's cache (`extra_key`): nothing of it is found
-    then    the same prompt for every variant, each with a limit to what it takes from the cache (`reuse_limit`)
+    then    the same prompt for every variant, each with a limit to what it takes from the cache (`request_settings`)
 
 So a prompt is prefilled once for all its variants, and none builds on what another one left: that lies behind the
 limit."""
@@ -23,7 +23,7 @@ from quality.codec import Codec
 from quality.metrics import METRICS
 from quality.prompt import Prompt
 from sglang_tailreplay.replay.tail import tail_length
-from sglang_tailreplay.reuse_limit import LIMIT_PARAM
+from sglang_tailreplay.request_settings import LIMIT_PARAM
 
 LEAST_TAIL = 64  # tokens, as a server's default
 
