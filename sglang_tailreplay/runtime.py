@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_tailreplay import adapters, compat, self_check
-from sglang_tailreplay.anchor_store import AnchorStore, anchor_bytes, choose_anchors
+from sglang_tailreplay import adapters, compat, host_room, self_check
+from sglang_tailreplay.anchor_store import AnchorStore
 from sglang_tailreplay.capture import Capture, Sink
 from sglang_tailreplay.cold_prefill import ColdPrefill
 from sglang_tailreplay.config import TailReplayConfig
@@ -24,8 +24,7 @@ from sglang_tailreplay.cpu import stand_in_active
 from sglang_tailreplay.cuda_streams.gates import Gate, make_gates
 from sglang_tailreplay.cuda_streams.lanes import Lanes
 from sglang_tailreplay.cuda_streams.mover import RowMover
-from sglang_tailreplay.cuda_streams.row_codec import make_codec
-from sglang_tailreplay.decay_store import DecayStore, decay_bytes
+from sglang_tailreplay.decay_store import DecayStore
 from sglang_tailreplay.errors import TailReplayError
 from sglang_tailreplay.gate_capture import GateCapture
 from sglang_tailreplay.gdn import make_core
@@ -38,7 +37,7 @@ from sglang_tailreplay.replay.engine import ReplayEngine
 from sglang_tailreplay.replay.graphs import CudaGraphRecorder, GraphedEngine
 from sglang_tailreplay.replayer import Replayer, slots_of
 from sglang_tailreplay.residual import ResidualBound
-from sglang_tailreplay.row_store import RowShape, RowStore, choose_capacity, free_host_bytes
+from sglang_tailreplay.row_store import RowStore
 from sglang_tailreplay.scheduling import REACH, Admission, Planner
 from sglang_tailreplay.step import Hit, Sample, Step
 from sglang_tailreplay.verification import Verifier
@@ -92,40 +91,24 @@ class Runtime:
         if self.config.mode != "replay":
             self.prefill_graphs = self._make_prefill_graphs(device)
             return
-        shape = self._row_shape(model, model_runner.dtype)
-        kv_slots, free_bytes = self._room_for_rows(model_runner)
-        anchors, free_bytes = self._room_for_anchors(model_runner, kv_slots, free_bytes)
-        capacity = choose_capacity(shape.bytes, kv_slots, free_bytes, self.config.host_gb)
-        self._store = RowStore(shape, capacity, kv_slots)
+        room = host_room.divide(self.config, self.server_args, model, model_runner)
+        self._store = RowStore(room.shape, room.rows, room.kv_slots)
         self._lanes = Lanes.create(device, overlap=self.config.overlap)
         self._gates = make_gates(len(model.groups), self._lanes, device)
         self.prefill_graphs = self._make_prefill_graphs(device)
-        self._mover = RowMover(self._store.rows, self._lanes, device, shape.codec)
-        if anchors:
-            self._make_anchors(anchors, device)
+        self._mover = RowMover(self._store.rows, self._lanes, device, room.shape.codec)
+        if room.anchors:
+            self._make_anchors(room.anchors, device)
         self.capture = Capture(model.row_of_layer(), self._mover.write_out, compat.in_graph_capture)
         if device.type == "cuda":
             tokens = compat.largest_graph(model_runner)
             self.capture.allocate_graph_buffer(tokens, model.hidden_size, model_runner.dtype, device)
         if self.config.max_residual is not None:
-            self._make_bound(capacity, device)
+            self._make_bound(device)
 
-    def _row_shape(self, model: adapters.HybridModel, dtype: torch.dtype) -> RowShape:
-        try:
-            codec = make_codec(self.config.row_dtype, model.hidden_size, dtype)
-        except ValueError as error:
-            raise TailReplayError(f"--tail-replay-row-dtype: {error}; leave it out") from None
-        beside = decay_bytes(*self._heads()) if self.config.max_residual is not None else 0
-        return RowShape(model.row_groups, model.hidden_size, dtype, codec, beside)
-
-    def _heads(self) -> tuple[int, int]:
-        """Value heads of a GDN layer, and the number of these layers."""
-        layers, _, heads, *_ = self._model_runner.req_to_token_pool.mamba_pool.mamba_cache.temporal.shape
-        return heads, layers
-
-    def _make_bound(self, capacity: int, device: torch.device) -> None:
-        config, (heads, layers) = self.config, self._heads()
-        self.decays = store = DecayStore(capacity, layers, heads, self._lanes, device)
+    def _make_bound(self, device: torch.device) -> None:
+        config, (heads, layers) = self.config, host_room.value_heads(self._model_runner)
+        self.decays = store = DecayStore(self._store.capacity, layers, heads, self._lanes, device)
         ids = [layer for group in self._model.groups for layer in group.layers]
         self.gate_capture = GateCapture(ids, store.write_out, store.decays.owners, compat.in_graph_capture)
         if device.type == "cuda":
@@ -155,26 +138,6 @@ class Runtime:
             device,
             dict(zip(first_layers, self._gates, strict=False)),
         )
-
-    def _room_for_rows(self, model_runner: Any) -> tuple[int, int]:
-        """KV slots on the device and, with HiCache, on the host; bytes of host memory that HiCache will leave free."""
-        allocator, free_bytes = model_runner.token_to_kv_pool_allocator, free_host_bytes()
-        if not self.server_args.enable_hierarchical_cache:
-            return allocator.size, free_bytes
-        from sglang_tailreplay import host_tier
-
-        host = host_tier.planned_pool(self.server_args, allocator.get_kvcache(), free_bytes)
-        return allocator.size + host.tokens, free_bytes - host.bytes
-
-    def _room_for_anchors(self, model_runner: Any, kv_slots: int, free_bytes: int) -> tuple[int, int]:
-        """Places in the anchor store, and the bytes of host memory that it leaves free."""
-        interval = self.config.anchor_interval
-        if interval == 0:
-            return 0, free_bytes
-        cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-        each = anchor_bytes((*cache.conv, cache.temporal), self.config.anchor_dtype)
-        count = choose_anchors(each, kv_slots, interval, free_bytes, self.config.anchor_gb)
-        return count, free_bytes - count * each
 
     def create_cache(self, ctx: Any) -> TailReplayCache:
         """The factory behind --radix-cache-backend tail_replay."""
