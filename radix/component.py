@@ -318,7 +318,7 @@ class TailReplayComponent(MambaComponent):
     def drive_host_eviction(self, *args, **kwargs) -> None:
         pass
 
-    def free_host_values(self, values) -> None:
+    def free_host_values(self, host_values) -> None:
         pass
 
     # ---- checks ----
