@@ -1,4 +1,5 @@
-"""UnifiedRadixCache with two additions: hits shrink to a whole tail, and rows are reset with the tree.
+"""UnifiedRadixCache whose hits are those that a replay can serve: a whole tail, and what limits allow. Rows are reset
+with the tree.
 
 A hit is a part whose KV is on the device, then one whose KV is on the host (with HiCache). Its boundary m is the end of
 both: the host part is loaded back before the request runs, while its rows are where they always are.

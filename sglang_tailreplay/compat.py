@@ -1,7 +1,7 @@
 """All that depends on the version of SGLang: the symbols that are hooked, and the few calls whose shape may change.
 
-Every target is listed with the parameters it must have; `missing_targets()` compares them with the installed SGLang, so
-that an unknown version stops the start with the name of what changed instead of failing somewhere in a request.
+Every target is listed with the parameters it must have; `signature_problem` compares one with the installed SGLang, so
+that what has changed stops the start with its name instead of failing somewhere in a request.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix, make_layers, set_weight_attrs
 from torch import nn
 
+from sglang_tailreplay.adapters.family import is_plain
 from sglang_tailreplay.models import olmo_hybrid_weights
 from sglang_tailreplay.models.olmo_hybrid_config import OlmoHybridConfig, rope_of
 from sglang_tailreplay.replay.groups import LINEAR_ATTENTION
@@ -106,14 +107,10 @@ class OlmoHybridGatedDeltaNet(nn.Module):
 
     def project_state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, d] -> qkv [T, C], b [T, HV], a [T, HV]: without the gate, where the weight is a plain matrix."""
-        from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
-        weight = self.in_proj_qkvg.weight
-        plain = isinstance(self.in_proj_qkvg.quant_method, UnquantizedLinearMethod)
-        if not plain or tuple(weight.shape) != (self.channels + self.gate_channels, x.shape[-1]):
-            qkv, _, b, a = self.project(x)  # quantised or repacked weights cannot be sliced
+        if not is_plain(self.in_proj_qkvg, (self.channels + self.gate_channels, x.shape[-1])):
+            qkv, _, b, a = self.project(x)
             return qkv, b, a
-        return nn.functional.linear(x, weight[: self.channels]), *self._project_ba(x)
+        return nn.functional.linear(x, self.in_proj_qkvg.weight[: self.channels]), *self._project_ba(x)
 
     def _project_ba(self, x: Tensor) -> tuple[Tensor, Tensor]:
         b, a = self.in_proj_ba(x)[0].chunk(2, dim=-1)
