@@ -231,8 +231,13 @@ def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
 
 
 def add_details(details: dict | None, streamer: Any, req: Any) -> dict | None:
-    """After the breakdown of an answer's cached tokens (meta_info["cached_tokens_details"]) was made."""
-    return {**details, **scheduling.report(req)} if details is not None else None
+    """After the breakdown of an answer's cached tokens (meta_info["cached_tokens_details"]) was made.
+
+    SGLang counts what a request found when it was first admitted, and makes none where that was nothing. A request that
+    was retracted may have found what it had computed itself, and an approximate replay of that must be told, too.
+    """
+    ours = scheduling.report(req)
+    return {**(details or {"device": 0, "host": 0}), **ours} if ours else details
 
 
 def idle_check(result: Any, checker: Any) -> None:

@@ -359,7 +359,7 @@ def test_a_mixed_batch_carries_both_steps():
     assert batch.tail_replay_step.rows.tolist() == [0, 1, 0] and batch.tail_replay_step.hits == ("hit",)
 
 
-def test_details_are_extended_only_where_there_are_some():
+def test_details_tell_of_a_hit():
     rows = RequestRows()
     rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
     hit = SimpleNamespace(tail_replay=rows)
@@ -370,8 +370,16 @@ def test_details_are_extended_only_where_there_are_some():
     assert details == {"device": 9}
     rows.anchored = True
     assert hooks.add_details(details, None, hit) == {"device": 9, **added, "tail_replay_anchored": 1}
-    assert hooks.add_details(None, None, hit) is None
     assert hooks.add_details(details, None, SimpleNamespace()) == details
+
+
+def test_details_tell_of_a_hit_after_a_retraction_where_sglang_counts_none():
+    rows = RequestRows()
+    miss = SimpleNamespace(tail_replay=rows)
+    assert hooks.add_details(None, None, miss) is None
+    rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
+    told = hooks.add_details(None, None, miss)
+    assert told["device"] == told["host"] == 0 and told["tail_replay_generation"] == 1
 
 
 @pytest.mark.parametrize("chosen, expected", [(9, []), (None, [(5, 1 << 31, 8)])])
