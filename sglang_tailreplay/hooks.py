@@ -120,9 +120,10 @@ def plan_extend(batch: Any, reqs: list) -> None:
     state = runtime.current()
     step = state.planner.plan_extend(reqs)
     if step.hits and state.replay_ahead(step.hits):
-        begun = {hit.rid for hit in step.hits}
+        # By slot: rids are the clients' to choose, and are unique within each of SGLang's tokenizer workers only.
+        begun = {id(hit.slot) for hit in step.hits}
         for req in reqs:
-            if req.rid in begun:
+            if id(req.mamba_pool_idx) in begun:
                 req.mamba_needs_clear = False  # it was; now it holds what the replay writes
         step = dataclasses.replace(step, hits=())
     setattr(batch, _STEP, step)

@@ -312,8 +312,12 @@ def test_hits_are_replayed_once_and_a_pass_that_skips_them_is_an_error(state):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_hits_are_replayed_ahead_of_their_pass_or_within_it(ahead, state):
-    reqs = [SimpleNamespace(rid=rid, mamba_needs_clear=rid != "chunk") for rid in ("hit", "cold", "chunk")]
-    planned = step(3, SimpleNamespace(rid="hit"))
+    # Two of them have the same rid, as requests of two tokenizer workers may.
+    reqs = [
+        SimpleNamespace(rid=rid, mamba_pool_idx=object(), mamba_needs_clear=rid != "chunk")
+        for rid in ("one", "one", "chunk")
+    ]
+    planned = step(3, SimpleNamespace(rid="one", slot=reqs[0].mamba_pool_idx))
     state.planner = SimpleNamespace(plan_extend=lambda planned_for: planned)
     state.replay_ahead = lambda hits: ahead and hits == planned.hits
     batch = SimpleNamespace()
