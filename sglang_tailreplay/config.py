@@ -75,6 +75,12 @@ def _check_residual(value: Any, mode: Any) -> None:
         raise _refuse(key, value, "mode zero replays nothing; leave it out, or take mode replay")
 
 
+def _check_anchor_interval(value: Any, mode: Any) -> None:
+    _check_count("anchor_interval", value, 0)
+    if value > 0 and mode == "zero":
+        raise _refuse("anchor_interval", value, "mode zero uses no saved states; give 0, or take mode replay")
+
+
 def _check_size(key: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < value < math.inf):
@@ -126,7 +132,7 @@ class TailReplayConfig:
         yield _check_count, "min_tokens", self.min_tokens, CONV_WIDTH
         if self.max_tokens is not None:
             yield _check_max_tokens, self.max_tokens, self.min_tokens
-        yield _check_count, "anchor_interval", self.anchor_interval, 0
+        yield _check_anchor_interval, self.anchor_interval, self.mode
         if self.max_generation is not None:
             yield _check_count, "max_generation", self.max_generation, 0
         if self.max_residual is not None:

@@ -120,8 +120,7 @@ def plan_extend(batch: Any, reqs: list) -> None:
     state = runtime.current()
     step = state.planner.plan_extend(reqs)
     if step.hits and state.replay_ahead(step.hits):
-        # By their slots: two tokenizer processes know nothing of each other's request ids, and where two requests have
-        # the same one, the slot of a cold one would never be cleared.
+        # By slot: rids are the clients' to choose, and are unique within each of SGLang's tokenizer workers only.
         begun = {id(hit.slot) for hit in step.hits}
         for req in reqs:
             if id(req.mamba_pool_idx) in begun:
@@ -233,8 +232,13 @@ def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
 
 
 def add_details(details: dict | None, streamer: Any, req: Any) -> dict | None:
-    """After the breakdown of an answer's cached tokens (meta_info["cached_tokens_details"]) was made."""
-    return {**details, **scheduling.report(req)} if details is not None else None
+    """After the breakdown of an answer's cached tokens (meta_info["cached_tokens_details"]) was made.
+
+    SGLang counts what a request found when it was first admitted, and makes none where that was nothing. A request that
+    was retracted may have found what it had computed itself, and an approximate replay of that must be told, too.
+    """
+    ours = scheduling.report(req)
+    return {**(details or {"device": 0, "host": 0}), **ours} if ours else details
 
 
 def idle_check(result: Any, checker: Any) -> None:

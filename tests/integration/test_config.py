@@ -121,10 +121,12 @@ def test_a_bad_environment_is_named(text, said, read):
     assert ENVIRONMENT in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_bound_needs_replays():
+def test_a_bound_and_saved_states_need_replays():
     with pytest.raises(TailReplayError, match="max_residual=0.1: mode zero replays nothing; leave it out"):
         TailReplayConfig(mode="zero", max_residual=0.1)
     assert TailReplayConfig(mode="off", max_residual=0.1).max_residual == 0.1
+    with pytest.raises(TailReplayError, match="anchor_interval=64: mode zero uses no saved states; give 0"):
+        TailReplayConfig(mode="zero", anchor_interval=64)
 
 
 def test_a_config_cannot_change():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from sglang_tailreplay import compat, guard, hooks, runtime, state_slots
 from sglang_tailreplay.errors import TailReplayError
@@ -313,14 +312,12 @@ def test_hits_are_replayed_once_and_a_pass_that_skips_them_is_an_error(state):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_hits_are_replayed_ahead_of_their_pass_or_within_it(ahead, state):
-    # A client's two processes may have named two requests alike.
-    kinds = {"hit": "a", "cold": "a", "chunk": "b"}
-    slots = {kind: torch.tensor(i) for i, kind in enumerate(kinds)}
+    # Two of them have the same rid, as requests of two tokenizer workers may.
     reqs = [
-        SimpleNamespace(rid=rid, mamba_pool_idx=slots[kind], mamba_needs_clear=kind != "chunk")
-        for kind, rid in kinds.items()
+        SimpleNamespace(rid=rid, mamba_pool_idx=object(), mamba_needs_clear=rid != "chunk")
+        for rid in ("one", "one", "chunk")
     ]
-    planned = step(3, SimpleNamespace(rid="a", slot=slots["hit"]))
+    planned = step(3, SimpleNamespace(rid="one", slot=reqs[0].mamba_pool_idx))
     state.planner = SimpleNamespace(plan_extend=lambda planned_for: planned)
     state.replay_ahead = lambda hits: ahead and hits == planned.hits
     batch = SimpleNamespace()
@@ -366,7 +363,7 @@ def test_a_mixed_batch_carries_both_steps():
     assert batch.tail_replay_step.rows.tolist() == [0, 1, 0] and batch.tail_replay_step.hits == ("hit",)
 
 
-def test_details_are_extended_only_where_there_are_some():
+def test_details_tell_of_a_hit():
     rows = RequestRows()
     rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
     hit = SimpleNamespace(tail_replay=rows)
@@ -377,8 +374,16 @@ def test_details_are_extended_only_where_there_are_some():
     assert details == {"device": 9}
     rows.anchored = True
     assert hooks.add_details(details, None, hit) == {"device": 9, **added, "tail_replay_anchored": 1}
-    assert hooks.add_details(None, None, hit) is None
     assert hooks.add_details(details, None, SimpleNamespace()) == details
+
+
+def test_details_tell_of_a_hit_after_a_retraction_where_sglang_counts_none():
+    rows = RequestRows()
+    miss = SimpleNamespace(tail_replay=rows)
+    assert hooks.add_details(None, None, miss) is None
+    rows.boundary, rows.replayed, rows.answer_generation, rows.start_kind = 9, 4, 1, "zero"
+    told = hooks.add_details(None, None, miss)
+    assert told["device"] == told["host"] == 0 and told["tail_replay_generation"] == 1
 
 
 @pytest.mark.parametrize("chosen, expected", [(9, []), (None, [(5, 1 << 31, 8)])])

@@ -73,6 +73,7 @@ def test_a_good_answer_has_no_failure():
         ({"finish": "abort"}, ["short-answer"]),
         ({"chosen": (-0.5, math.nan)}, ["nan"]),
         ({"cached": 0, "generation": 1}, ["generation"]),
+        ({"cached": 0, "generation": 1, "retractions": 1}, []),  # what it found afterwards is not counted
     ],
 )
 def test_a_fault_of_one_answer_is_found(fields, what):
