@@ -70,9 +70,12 @@ class ServerMachine(RuleBasedStateMachine):
     )
     def start(self, ratio, min_tokens, max_tokens, mode, capacity, overlap, interval, anchors, most, residual):
         tails = dict(ratio=ratio, min_tokens=min_tokens, max_tokens=max_tokens)
-        tails["max_residual"] = residual if mode == "replay" else None
-        config = TailReplayConfig(mode=mode, anchor_interval=interval, max_generation=most, **tails)
-        rows, anchors = (capacity, anchors if interval else 0) if mode == "replay" else (0, 0)
+        if mode == "zero":
+            interval, residual, capacity = 0, None, 0
+        config = TailReplayConfig(
+            mode=mode, anchor_interval=interval, max_generation=most, max_residual=residual, **tails
+        )
+        rows, anchors = capacity, anchors if interval else 0
         self.server = CheckedScheduler(config, rows, overlap, anchors)
         self.texts = [tokens(56, 0xA5C3F1), tokens(56, 0xA5C3FF)]  # what prompts may begin with
 
