@@ -111,7 +111,7 @@ class ResidualBound:
         """The longest boundary tried, at most m, at which a hit is within the bound; 0 if none is.
 
         The node ends at token `end`, and the tail of m is whole. Tried are m, the ends of the last 16 runs of up to 64
-        tokens before it, and boundaries just within reach of an anchor, or of the beginning.
+        tokens before it where they may do better, and boundaries just within reach of an anchor, or of the beginning.
         """
         self._look()
         anchors = [c for c in anchors if c <= m]
@@ -120,12 +120,22 @@ class ResidualBound:
             return m
         last = prefix.ids(min(m, BLOCKS_TRIED * RUN))
         blocks = [m - len(last) + b for b in self.decays.begins(last, BLOCKS_TRIED)]
+        hole = self._last_hole(prefix)
+        if hole is not None:
+            # Ends behind it have less of the tail that was not enough, and a long one takes milliseconds to read.
+            blocks = [b for b in blocks if b <= hole]
         reach = None if self._most is None else max(self._reach, self._most)
         for b in boundaries(m, reach, anchors, blocks):
             shorter, k = Prefix(rows, node, end, b), tail_length(b)
             if shorter.whole(k) and self.begin(shorter, k, [c for c in anchors if c <= b]) is not None:
                 return b
         return 0
+
+    def _last_hole(self, prefix: Prefix) -> int | None:
+        """The last token without a row of those that a tail may have; None where it may have all it asks for."""
+        ids = prefix.ids(min(prefix.m, self._most or prefix.m))
+        holes = np.flatnonzero(ids == NO_ROW)
+        return prefix.m - len(ids) + int(holes[-1]) if len(holes) else None
 
     def residual(self, prefix: Prefix, kind: str, tail: int) -> float:
         """Of a replay of that kind, whose tail is at least as long as `begin` said."""

@@ -105,6 +105,15 @@ def test_a_hit_that_cannot_be_served_at_all_is_refused():
     assert bound(path, 0.9).boundary(path, 1000, 1000, 1000, usual, [30]) == 1000
 
 
+def test_ends_that_can_do_no_better_are_not_tried(monkeypatch):
+    """Where the tail is bounded by a token without a row, all that lies behind that was not enough."""
+    path, read = Path(np.zeros(1000), missing=[850]), []
+    least_tail = path.decays.least_tail
+    monkeypatch.setattr(path.decays, "least_tail", lambda ids, *rest: read.append(len(ids)) or least_tail(ids, *rest))
+    assert bound(path, 0.9).boundary(path, 1000, 1000, 1000, usual, []) == 832, "all before it is replayed"
+    assert len(read) == 2, "at the end of the match and before the hole, not at 960 and 896"
+
+
 def test_a_hit_is_planned_as_its_match_was_decided():
     """Sums that arrive in between are not to make it impossible."""
     path = Path(HALF_LIFE_100)
