@@ -75,9 +75,9 @@ class Decays:
         assert self._arrived <= ticket <= self._written, (self._arrived, ticket, self._written)
         self._arrived = ticket
 
-    def known(self, row: int) -> bool:
-        """Whether the row's sums may be read."""
-        return row != NO_ROW and bool(self._ticket[row] <= self._arrived)
+    def known(self, rows: int | np.ndarray) -> bool | np.ndarray:
+        """Whether the sums of a row, or of each of these, may be read."""
+        return (rows != NO_ROW) & (self._ticket[rows] <= self._arrived)
 
     def log_kept(self, ids: np.ndarray, k: int) -> float:
         """Logarithm of the largest share that any head keeps over the last k tokens of a prefix; at most 0.
@@ -125,8 +125,7 @@ class Decays:
         look = RUN
         while True:
             begin = max(end - look, 0)
-            rows = ids[begin:end]
-            there = np.flatnonzero((rows != NO_ROW) & (self._ticket[rows] <= self._arrived))
+            there = np.flatnonzero(self.known(ids[begin:end]))
             if len(there) or begin == 0:
                 return begin + int(there[-1]) + 1 if len(there) else 0
             look *= 4

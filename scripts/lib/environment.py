@@ -11,10 +11,10 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def enter(needed: str) -> None:
-    """Go on with this program in .venv, which scripts/setup makes, if this Python lacks the module it needs."""
+def enter(*needed: str) -> None:
+    """Go on with this program in .venv, which scripts/setup makes, if this Python lacks one of the modules it needs."""
     folder = CHECKOUT / ".venv"
-    if find_spec(needed) is not None or Path(sys.prefix).resolve() == folder.resolve():
+    if all(map(find_spec, needed)) or Path(sys.prefix).resolve() == folder.resolve():
         return
     code = subprocess.call([str(CHECKOUT / "scripts" / "setup")])
     if code:

@@ -17,13 +17,13 @@ def calls(monkeypatch, tmp_path):
 
 
 def test_a_python_that_has_it_is_kept(calls):
-    environment.enter("json")
+    environment.enter("json", "math")
     assert calls == []
 
 
 def test_another_one_is_left_with_the_same_arguments(calls, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["scripts/soak", "--seconds", "3"])
-    environment.enter("no_such_module")
+    environment.enter("json", "no_such_module")
     python = str(tmp_path / ".venv" / "bin" / "python")
     assert calls == [[str(tmp_path / "scripts" / "setup")], (python, [python, "scripts/soak", "--seconds", "3"])]
 
