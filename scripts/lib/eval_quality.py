@@ -88,7 +88,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-only", action="store_true", help="ask nothing, write the report of what is there")
     parser.add_argument("--concurrency", type=int, default=4, help="prompts at a time, of each server")
     parser.add_argument("--side-by-side", action="store_true", help="all servers at a time, not one after the other")
-    parser.add_argument("--replay-servers", type=int, default=1, help="that share what mode replay asks; 1")
+    share = "NAME=COUNT,...: so many of a server share what is asked of it; by name of mode, anchored-1024; 1 each"
+    parser.add_argument("--servers", type=_counts, default={}, metavar="NAME=COUNT", help=share)
     parser.add_argument("--seconds", type=float, help="for the whole run: what has not been asked by then is left out")
     parser.add_argument("--url", help="a running server with this plugin in mode replay")
     parser.add_argument("--zero-url", help="one in mode zero")
@@ -103,11 +104,13 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if bad := [ratio for ratio in options.ratios if not 0 < ratio <= 1]:
         parser.error(f"--ratios must lie in (0, 1], not {bad[0]:g}")
-    if min(options.count, options.concurrency, options.replay_servers, *options.lengths) < 1:
-        parser.error("--count, --concurrency, --replay-servers and --lengths must be positive")
+    if min(options.count, options.concurrency, *options.lengths) < 1:
+        parser.error("--count, --concurrency and --lengths must be positive")
     if min((*options.tails, *options.anchor_intervals), default=1) < 1:
         parser.error("--tails and --anchor-intervals must be positive")
     needed = plan.servers(choice_of(options))
+    if unknown := [name for name in options.servers if name not in needed]:
+        parser.error(f"--servers: {unknown[0]} is none of {', '.join(needed)}")
     if options.url and ZERO_SERVER in needed and not options.zero_url:
         parser.error("--modes zero, plain and again need a server of their own: --zero-url, or leave them out")
     if options.url and (others := [name for name in needed if name not in (REPLAY_SERVER, ZERO_SERVER)]):
@@ -116,6 +119,14 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--tail-replay-anchor-interval: hits near a saved state do not depend on r; --modes anchored")
     if (options.url or options.zero_url) and options.server_flags:
         parser.error("flags after -- are for servers that this script starts, not for --url")
+
+
+def _counts(text: str) -> dict[str, int]:
+    """Argument type NAME=COUNT,..."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := [f"{name}{equals}{count}" for name, equals, count in pairs if not count.isdecimal() or int(count) < 1]:
+        raise argparse.ArgumentTypeError(f"{bad[0]!r} is not NAME=COUNT with a count of at least 1")
+    return {name: int(count) for name, _, count in pairs}
 
 
 def choice_of(options: argparse.Namespace) -> Choice:
@@ -174,8 +185,8 @@ class Asking:
         return time.monotonic() > self._until
 
     def _parts(self, name: str, jobs: list[Job]) -> list[tuple[str, str, list[Job]]]:
-        """Name of server, of its log, and jobs. The server of replays has the most to answer and may have its like."""
-        count = self.options.replay_servers if name == REPLAY_SERVER and self._url(name) is None else 1
+        """Name of server, of its log, and jobs. A server that has much to answer may have its like (`--servers`)."""
+        count = 1 if self._url(name) else self.options.servers.get(name, 1)
         prompts = by_prompt(jobs)
         shares = [[job for same in prompts[i::count] for job in same] for i in range(count)]
         return [(name, f"{name}{f'-{i + 1}' if i else ''}", share) for i, share in enumerate(shares) if share]

@@ -300,6 +300,8 @@ def test_a_dead_server_is_an_error_with_its_address(tmp_path, model):
         (("--", "--tail-replay-anchor-interval", "512"), "do not depend on r"),
         (("--modes", "some"), "some not in"),
         (("--tails", "0"), "--tails"),
+        (("--servers", "replay=0"), "'replay=0' is not NAME=COUNT"),
+        (("--servers", "seeded=2"), "seeded is none of replay, zero"),
         (("--url", "http://x", "--modes", "full,anchored"), "anchored-1024 is a server that this script starts"),
     ],
 )
@@ -324,7 +326,7 @@ def test_flags_go_to_the_server_of_a_mode(model):
 
 def test_servers_may_share_the_replays(model, tmp_path):
     """All jobs of a prompt on one of them: it has the prompt in its cache."""
-    given = ["--model-path", str(model), "--replay-servers", "2", "--lengths", "200"]
+    given = ["--model-path", str(model), "--servers", "replay=2", "--lengths", "200"]
     options = eval_quality.parse(given)
     prompts = [id_tasks.prompt("kv", 200, i, 0, 1024) for i in range(3)]
     jobs = [Job(prompt, "question", variant) for prompt in prompts for variant in ("r=0.05", "r=0.1")]

@@ -49,14 +49,14 @@ TINY = Recipe(
     rate=2.5e-3,
 )
 LARGE = Recipe(
-    layers=12,
+    layers=8,
     interval=4,
     sizes=dict(
-        hidden_size=384,
-        intermediate_size=1024,
+        hidden_size=320,
+        intermediate_size=768,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=128,
+        head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=128,
@@ -64,14 +64,14 @@ LARGE = Recipe(
     ),
     stages=(
         Stage(0.05, (64,), 1 << 15),
-        Stage(0.05, (128, 64), 1 << 15),
-        Stage(0.15, (256, 128), 1 << 16),
-        Stage(0.20, (512, 256), 1 << 16),
-        Stage(0.20, (1024, 512), 1 << 17),
-        Stage(0.20, (2048, 1024), 1 << 17),
-        Stage(0.15, (4096, 2048), 1 << 17),
+        Stage(0.06, (128, 64), 1 << 15),
+        Stage(0.10, (256, 128), 1 << 15),
+        Stage(0.16, (512, 256), 1 << 15),
+        Stage(0.20, (1024, 512, 256), 1 << 16),
+        Stage(0.20, (2048, 1024, 512), 1 << 16),
+        Stage(0.23, (4096, 2048, 1024), 1 << 16),
     ),
-    rate=1.5e-3,
+    rate=1.8e-3,
 )
 # For tests and for looking on at home: learns contexts of 64 to 128 tokens within minutes on two CPU cores.
 TOY = Recipe(
