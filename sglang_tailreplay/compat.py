@@ -101,6 +101,16 @@ _0_5_17 = {
         "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_tree_cache",
         ("self",),
     ),
+    "memory_released": Target(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".release_memory_occupation",
+        ("self", "recv_req"),
+    ),
+    "weights_updated": Target(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".flush_cache_after_weight_update",
+        ("self", "recv_req"),
+    ),
 }
 
 VERSIONS: dict[str, dict[str, Target]] = {"0.5.17": _0_5_17}

@@ -228,7 +228,7 @@ def states_cleared(result: Any, model_runner: Any, forward_batch: Any) -> None:
         setattr(forward_batch, _STEP, dataclasses.replace(step, hits=()))
 
 
-# ---- serving hooks: reporting ----
+# ---- serving hooks: reporting, idle time, other weights ----
 
 
 def add_details(details: dict | None, streamer: Any, req: Any) -> dict | None:
@@ -243,6 +243,16 @@ def add_details(details: dict | None, streamer: Any, req: Any) -> dict | None:
 
 def idle_check(result: Any, checker: Any) -> None:
     runtime.current().on_idle()
+
+
+def memory_released(updater: Any, recv_req: Any) -> None:
+    """Before SGLang, which must be idle, gives the memory of weights, KV or graphs back."""
+    runtime.current().memory_leaves()
+
+
+def weights_updated(result: Any, updater: Any, recv_req: Any) -> None:
+    """After any update of the weights; the request may have SGLang keep its cache."""
+    runtime.current().forget_hits()
 
 
 SERVING = (
@@ -265,4 +275,6 @@ SERVING = (
     Hook("prefill_graph_launch", "before", prefill_graph_launch),
     Hook("cached_tokens_details", "after", add_details),
     Hook("idle_check", "after", idle_check),
+    Hook("memory_released", "before", memory_released),
+    Hook("weights_updated", "after", weights_updated),
 )

@@ -329,6 +329,17 @@ class Runtime:
         if self._verifier is not None:
             self._verifier.on_idle(self._passes)
 
+    def memory_leaves(self) -> None:
+        """Idle time goes on while the memory of weights or graphs is away: nothing that needs them may wait for it."""
+        if self.gate_capture is not None:
+            self.gate_capture.flush()  # reads A_log and dt_bias
+        self.forget_hits()
+
+    def forget_hits(self) -> None:
+        """Those that wait for the online guard: a cold prefill would compare them with other weights."""
+        if self._verifier is not None:
+            self._verifier.forget()
+
     def _check_rows(self) -> None:
         """The row accounting must add up.
 

@@ -94,7 +94,7 @@ class Verifier:
         self._give_up(len(self._waiting) - KEPT)
 
     def forget(self) -> None:
-        """The cache was flushed, perhaps for other weights: what the hits said is of no interest any more."""
+        """The cache was flushed, or the weights leave or have changed: what the hits said is of no interest now."""
         self._give_up(len(self._waiting))
 
     def _give_up(self, hits: int) -> None:
